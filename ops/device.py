@@ -67,7 +67,7 @@ def to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Start to bring a tensor to the host. What is returned waits for it, and returns it."""
     if not tensor.is_cuda:
         return lambda: tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype).pin_memory()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     event = torch.cuda.current_stream().record_event()
 

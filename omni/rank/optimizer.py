@@ -3,7 +3,7 @@
 Losses are sums and so are gradients: each component sums its own over its own groups, and all are divided
 once, by the number of target tokens of the whole step. One norm over all components clips them. The number
 of targets, the losses and the squared norms of all components travel in one reduction (`StepSums`). The
-device divides, clips and skips by them itself: the host learns what happened while weights are updated.
+device divides, clips and skips by them itself: the host learns later what happened.
 
 Each rank updates its shard of the weights, and gathers those of its peers behind the next step's first
 passes: component by component, the LLM last, bucket by bucket (`part_buckets.py`). Invariant: a pass comes to
@@ -305,18 +305,18 @@ class JointOptimizer:
                 squares[i] = torch.stack(torch._foreach_norm(grads)).double().square().sum()
         return squares
 
-    def norms(self, totals: StepTotals) -> dict[str, float]:
-        """Gradient norm of the mean loss, for each component that trains."""
-        scale = totals.num_targets or math.nan
+    def norms(self, step: int, totals: StepTotals) -> dict[str, float]:
+        """Gradient norm of the mean loss, for each component that trained at `step`."""
+        scale, frozen = totals.num_targets or math.nan, frozen_at(self.stages, step)
         return {
             name: math.sqrt(square) / scale
             for name, square in zip(self.names, totals.squares, strict=True)
-            if name not in self.frozen
+            if name not in frozen
         }
 
-    def is_sound(self, totals: StepTotals) -> bool:
-        """Whether a step updates: its norm is finite."""
-        return math.isfinite(math.sqrt(sum(n * n for n in self.norms(totals).values())))
+    def is_sound(self, step: int, totals: StepTotals) -> bool:
+        """Whether `step` updated: its norm is finite."""
+        return math.isfinite(math.sqrt(sum(n * n for n in self.norms(step, totals).values())))
 
     def update(self, step: int, sums: StepSums) -> torch.Tensor:
         """Divide, clip and step; nothing changes if the norm is not finite, as it is without targets. Returns

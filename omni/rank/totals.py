@@ -1,15 +1,18 @@
 """What all ranks learn of a step, in one reduction.
 
-The sums stay on the device, where the update takes what it divides and clips by: the host reads them when the
-update is under way, so that the device does not wait for it.
+The sums stay on the device, where the update takes what it divides and clips by. A copy is on its way to the
+host at once, which reads it when the device has more to do: see `Trainer.settle`.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 import torch.distributed as dist
+
+from ops.device import to_host
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,13 @@ class StepTotals:
 @dataclass(frozen=True)
 class StepSums:
     """The figures of a step, summed over all ranks, on the device: fp64, those of so many `sources` and
-    `components`, in the order of `StepTotals`.
+    `components`, in the order of `StepTotals`. `host` waits for their copy on the host.
     """
 
     summed: torch.Tensor
     sources: int
     components: int
+    host: Callable[[], torch.Tensor]
 
     @property
     def num_targets(self) -> torch.Tensor:
@@ -58,8 +62,8 @@ class StepSums:
         return self.summed[2 * self.sources :][: self.components]
 
     def read(self) -> StepTotals:
-        """Learn them: the host waits for the device until they are summed."""
-        values = iter(self.summed.tolist())
+        """Learn them: the host waits until they are summed, and not for what the device does behind that."""
+        values = iter(self.host().tolist())
         losses, targets, squares = (
             tuple(islice(values, count)) for count in (self.sources, self.sources, self.components)
         )
@@ -81,10 +85,11 @@ def sum_totals(
     """
     if sums is None:
         sums = torch.zeros(2 * num_sources, dtype=torch.float64, device=squares.device)
-    if differing is None:
-        differing = torch.zeros_like(expert_load)
-    asked = torch.full((1,), float(stop), dtype=torch.float64, device=squares.device)
-    few = (expert_load.double().reshape(1), differing.double().reshape(1), asked)
-    summed = torch.cat((sums, squares, *few))
+    differing_and_stop = torch.zeros(2, dtype=torch.float64, device=squares.device)
+    if differing is not None:
+        differing_and_stop[0] = differing
+    if stop:
+        differing_and_stop[1] = 1.0
+    summed = torch.cat((sums, squares, expert_load.double().reshape(1), differing_and_stop))
     dist.all_reduce(summed, group=group)
-    return StepSums(summed, num_sources, len(squares))
+    return StepSums(summed, num_sources, len(squares), to_host(summed))

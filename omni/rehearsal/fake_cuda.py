@@ -186,12 +186,13 @@ def _type_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _listed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Tensor.tolist(), with a one for each number on the device: what reads them is to go on."""
+    """Tensor.tolist(), with ones for the numbers of the device, there or copied: who reads it is to go on."""
 
     def tolist(self: FakeTensor) -> Any:
-        if self.device.type != "cuda":
+        if self.device.type == "cuda":
+            note_wait("tolist()")
+        elif not self.is_pinned():
             return original(self)
-        note_wait("tolist()")
         with no_dispatch():
             return torch.ones(self.shape).tolist()
 

@@ -12,6 +12,7 @@ from functools import reduce
 from parallel.cluster import Cluster
 
 LAUNCH_S = 6e-6
+BEHIND = "totals of the step before"  # read when the device has been given the next one
 BESIDE = ("build", "assemble", "checkpoint", "restore")  # not what the engine's thread does each step
 # Kinds of launches whose bytes are not counted: what they take is not the time of reading their operands.
 NOT_MEMORY = frozenset({"product", "attention", "collective"})

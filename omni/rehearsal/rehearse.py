@@ -26,10 +26,11 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank, build_rank
 from omni.rank.state import Piece, owned, read_state, snapshot, spread_weights
 from omni.rank.step import execute, sum_step, update
+from omni.rank.totals import StepSums
 from omni.rehearsal.findings import Finding
 from omni.rehearsal.footprint import Footprint
 from omni.rehearsal.instruments import Instruments
-from omni.rehearsal.launches import Launches
+from omni.rehearsal.launches import BEHIND, Launches
 from omni.rehearsal.meetings import Call
 from omni.rehearsal.meter import Meter
 from omni.rehearsal.recorder import Recorder
@@ -89,11 +90,13 @@ def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _C
             own.optimizer.begin(plan.step)
             # On a CPU, what makes the optimizer's state is enough of a first step.
             first = StepResult(Stopwatch(device)) if seen.recorder is None else execute(own, plan, inputs)
-            _update(own, plan, first)
+            sums = _update(own, plan, first)
             classify(own, inputs, seen.meter)
             built = time.process_time()
             seen.start(group_labels(own.groups))
             _update(own, plan, execute(own, plan, inputs))
+            own.note(f"step {plan.step}: {BEHIND}")
+            sums.read()
             footprint, calls = _footprint(own, seen.meter), tuple(seen.meter.calls)
             if seen.recorder is not None:
                 _checkpoint(own, seen)
@@ -194,11 +197,10 @@ def _assembled(spec: RunSpec, plan: StepPlan, own: Rank, seen: Instruments) -> S
     return faked
 
 
-def _update(own: Rank, plan: StepPlan, result: StepResult) -> None:
+def _update(own: Rank, plan: StepPlan, result: StepResult) -> StepSums:
     sums = sum_step(own, plan, result)
     update(own, plan, sums)
-    own.note(f"step {plan.step}: totals on the host")
-    sums.read()
+    return sums
 
 
 def _footprint(own: Rank, meter: Meter) -> Footprint:

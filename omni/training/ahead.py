@@ -6,15 +6,18 @@ The loader's threads read texts and prepare items; one more thread builds tensor
 waits only if one of them is late. Whatever goes wrong in a thread is raised by `take` of that step.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from dataloader.loader import Failure, Loader
+from dataloader.loader import Failure, Loader, default_threads
+from infra.machine import usable_cores
 from omni.models.registry import ItemArrays
 from omni.planning.plan_process import Planned, PlanStep, Predicted
 from omni.planning.planner import Planner
+from omni.planning.run_spec import RunSpec
 from omni.rank.inputs import Assembler
 from omni.training.augmenting import Augmenting
 from parallel.costs import CostTable
@@ -38,6 +41,12 @@ class Prepared:
     plan_s: float
     plan_cpu_s: float
     predicted: Predicted | None
+
+
+def loader_threads(spec: RunSpec) -> int:
+    """How many threads load for a rank on this machine."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", spec.arrangement.world))
+    return spec.config.data.loader_threads or default_threads(usable_cores(), ranks)
 
 
 class Ahead:

@@ -4,8 +4,9 @@ Generation is greedy and feeds back its own output, token by token, so it measur
 would see.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from dataloader.tokens import SampleMeta, fit, length, text_tokens, tokenize
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
 from omni.training.forward import ForwardPasses, grouped, of_domain
-from omni.training.generate import FreeGeneration, Prompt, Stop
+from omni.training.generate import FreeGeneration, Limit, Prompt, Stop
 from parallel.control import Control
 
 
@@ -78,6 +79,24 @@ class Evaluator:
         dist.all_reduce(sums, group=self.rank.groups.world)
         total, targets = sums.tolist()
         return total / targets if targets else float("nan")
+
+    def losses(self, step: int) -> dict[str, float]:
+        """Losses of all held-out sources, by the names of their metrics."""
+        heldout = self.spec.config.data.heldout.items()
+        return {f"loss/eval/{name}": self.loss(step, name, own.samples) for name, own in heldout}
+
+    def transcribe_all(
+        self, step: int, limit: Limit, note: Callable[[str], None]
+    ) -> dict[str, list[Transcription]]:
+        """Transcribe the held-out sources that ask for it within a limit; `note` hears why some are not."""
+        found = {}
+        for name, own in self.spec.config.data.heldout.items():
+            if own.generate:
+                stop = partial(limit.stop, name)
+                found[name] = self.transcribe(step, name, own.generate, own.generate_tokens, stop)
+                if (why := limit.left_off(name)) is not None:
+                    note(why)
+        return found
 
     def transcribe(
         self,

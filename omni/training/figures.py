@@ -5,8 +5,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+from dataloader.loader import Loader
 from infra.launch import AGENTS_BEFORE
+from infra.timelines import Stay
+from omni.models.registry import ItemArrays
 from omni.planning.loads import imbalance, over_even, trained_flops
 from omni.planning.optim_schedule import stage_at, stages_of
 from omni.planning.plan_process import Predicted, reduces
@@ -44,7 +48,7 @@ class StepRun:
 
     @cached_property
     def totals(self) -> StepTotals:
-        """What all ranks learnt. The host waits for it: ask when the update is under way."""
+        """What all ranks learnt. The host waits for it: ask when the device has more to do."""
         return self.sums.read()
 
     @cached_property
@@ -67,6 +71,17 @@ class StepRun:
 
         timings = ((timing.op, took(timing)) for timing in self.result.timings)
         return tuple(measured(domain, self.table, self.position, timings, talks=talks))
+
+
+class Unsettled(NamedTuple):
+    """A step of which the host has yet to learn: what ran, when it began by `time.perf_counter`, its `stays`
+    at barriers where it is recorded, and who loaded it.
+    """
+
+    done: StepRun
+    start_s: float
+    stays: tuple[Stay, ...]
+    loader: Loader[ItemArrays]
 
 
 def restarts() -> int:

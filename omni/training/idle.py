@@ -24,23 +24,27 @@ class OfAllRanks(NamedTuple):
     sum_bytes: int
 
 
-def tell_idle(rank: int, idle_ns: Mapping[str, int], whole_ns: int, peak_bytes: int) -> dict[str, Part]:
-    """Return what a rank tells of a step: the nanoseconds that it idled for each cause, those of its whole
-    step and the most bytes that it has held.
+def tell_idle(rank: int, steps: Sequence[tuple[Mapping[str, int], int]], peak_bytes: int) -> dict[str, Part]:
+    """Return what a rank tells of steps: the nanoseconds that it idled in each for each cause, those of the
+    whole step, and the most bytes that it has held.
     """
     assert rank < _MOST_RANKS
     kib = peak_bytes // _KIB
     return {
-        "idle": (Op.SUM, [*(idle_ns[cause] for cause in CAUSES), whole_ns]),
+        "idle": (Op.SUM, [ns for idle, whole in steps for ns in (*(idle[of] for of in CAUSES), whole)]),
         "held": (Op.SUM, [kib]),
         "held/ends": (Op.MAX, [kib * _MOST_RANKS + rank, -kib]),
     }
 
 
-def hear_idle(found: Mapping[str, Sequence[int]]) -> OfAllRanks:
-    """Return what all ranks told."""
-    *idle, whole = found["idle"]
+def hear_idle(found: Mapping[str, Sequence[int]]) -> list[OfAllRanks]:
+    """Return what all ranks told of each step, in order; of none if there was none."""
+    if "idle" not in found:
+        return []
     (fullest, least), (total,) = found["held/ends"], found["held"]
-    shares = {cause: ns / whole for cause, ns in zip(CAUSES, idle, strict=True)}
     most, rank = divmod(fullest, _MOST_RANKS)
-    return OfAllRanks(shares, most * _KIB, rank, -least * _KIB, total * _KIB)
+    held = most * _KIB, rank, -least * _KIB, total * _KIB
+    size, told = len(CAUSES) + 1, found["idle"]
+    steps = (told[start : start + size] for start in range(0, len(told), size))
+    shares = ({cause: ns / whole for cause, ns in zip(CAUSES, idle, strict=True)} for *idle, whole in steps)
+    return [OfAllRanks(share, *held) for share in shares]

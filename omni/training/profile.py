@@ -4,6 +4,7 @@ Example: `profile.steps=[20,22]` leaves RUN/profile/steps_20_to_22_rank_0.json a
 with every operator, kernel and copy of steps 20, 21 and 22. torch.profiler records, and steps take longer.
 """
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,14 +32,18 @@ class Profile:
             self._began, self._running = step, profile(activities=activities, acc_events=True)
             self._running.start()
 
-    def after(self, step: int) -> None:
-        """Write the trace once the last step is done. A GPU finishes its work first."""
+    def after(self, step: int) -> float:
+        """Write the trace once the last step is done. A GPU finishes its work first. Returns how many seconds
+        writing took.
+        """
         if self._running is None or step < self.end:
-            return
+            return 0.0
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        start = time.perf_counter()
         self._running.stop()
         self.folder.mkdir(exist_ok=True)
         name = f"steps_{self._began}_to_{step}_rank_{self.rank}.json"
         self._running.export_chrome_trace(str(self.folder / name))
         self._running = None
+        return time.perf_counter() - start

@@ -4,11 +4,13 @@ All ranks count from the same plans and totals, so all hold the same, and stop a
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dataloader.loader import Failure
+from infra.screen import beside
 from omni.rank.totals import StepTotals
 from pipeline.plan import StepPlan
 
@@ -19,6 +21,21 @@ class BadDataError(RuntimeError):
 
 class NoUpdateError(RuntimeError):
     """Too many steps in a row, or the last ones, updated nothing; the message says why, and where to look."""
+
+
+def check_failures(failures: Iterable[Failure], on_error: str, rank: int) -> None:
+    """Apply `data.on_error` to what a rank could not read or decode.
+
+    Raises:
+        BadDataError: naming the first of it, unless it is to be skipped.
+    """
+    for failure in failures:
+        sample = f"source {failure.source}, sample {failure.sample} ({failure.name!r})"
+        of = "its text" if failure.item is None else f"item {failure.item}"
+        text = f"{sample}, {of}: {failure.reason}"
+        if on_error == "fail":
+            raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
+        beside(f"rank {rank}: skipped {text}")
 
 
 FEW_SAMPLES = 1_000  # the share of bad ones is taken of so many at least: a few bad ones may come first

@@ -127,8 +127,9 @@ class Reporter:
         """Take in one step that took `step_s` seconds, and any held-out losses measured after it. Of a
         `recorded` one the timeline is there. It is reported when all ranks have `told` of it.
         """
-        norms = optimizer.norms(run.totals)
-        rates = {name: optimizer.learning_rate(name, run.prepared.plan.step) for name in norms}
+        step = run.prepared.plan.step
+        norms = optimizer.norms(step, run.totals)
+        rates = {name: optimizer.learning_rate(name, step) for name in norms}
         metrics = metrics_of(self.spec, run, norms, rates, self.progression, step_s)
         metrics |= self.beside
         self.beside = {}

@@ -1,8 +1,9 @@
 """What all ranks tell each other of a step: one vector of named integers, told once and heard a step later.
 
-    step n + 1 is handed out, and a rank tells vector n: how it idled in step n and what it has held, what its
-               ops took, which samples of steps n + 1 and, if they are loaded already, n + 2 lost an item on
-               it, and of the plan of step n + 2 its weighed digests and its loads
+    step n + 1 is handed out, and a rank tells vector n: how it idled in the steps that were settled since the
+               vector before (step n; on a GPU mostly step n - 1) and what it has held, what its ops took,
+               which samples of steps n + 1 and, if they are loaded already, n + 2 lost an item on it, and of
+               the plan of step n + 2 its weighed digests and its loads
     step n + 2 is about to be handed out: it hears what all ranks told
 
 So an answer has a step's time to come, and nobody waits for it but where an item of step n + 1 had not been
@@ -35,8 +36,8 @@ TAG = "plans and times"  # as errors name it
 
 
 class Spent(NamedTuple):
-    """What a rank keeps of a step that is done until it tells of it: nanoseconds that it idled by cause, and
-    those of the whole step; the passes of its ops, by what a core computed and by the clock, and the table
+    """What a rank keeps of a settled step until it tells of it: nanoseconds that it idled by cause, and those
+    of the whole step; the passes of its ops, by what a core computed and by the clock, and the table
     that the step was planned with.
     """
 
@@ -59,8 +60,8 @@ class Telling:
         self.tables = tables
         self.health = health
         self.opened = 0
-        self.spent: Spent | None = None
-        """Of the step done last: whoever steps sets it."""
+        self.spent: list[Spent] = []
+        """Of the steps that were settled and not told of: whoever steps adds them."""
 
     def open(self, ahead: Ahead, first: int) -> None:
         """Begin to tell of steps from `first` on."""
@@ -74,8 +75,8 @@ class Telling:
             self.tell(first - 2, ahead, None)
 
     def tell(self, number: int, ahead: Ahead | None, prepared: Prepared | None) -> None:
-        """Tell all ranks of step `number` if it is done, of what the next one, `prepared`, lost, and of the
-        plan of the one after, waiting until that is there.
+        """Tell all ranks of steps that are settled, of what the one after `number`, `prepared`, lost, and of
+        the plan of the one after that, waiting until it is there.
         """
         parts = self._of_step()
         lost: list[Lost] = [] if prepared is None else [(prepared.plan, prepared.failures)]
@@ -86,20 +87,21 @@ class Telling:
                 lost.append((plan, ahead.failures(number + 2)))
         self.control.offer(self.tag, number, parts | (tell_lost(lost) if lost else {}))
 
-    def hear(self, number: int) -> tuple[OfAllRanks, Slowest | None] | None:
+    def hear(self, number: int) -> list[tuple[OfAllRanks, Slowest | None]]:
         """Heed what all ranks told in a vector, once and in the order of vectors. Returns what they told of
-        the step, if they did, and the slowest rank if it has just been found.
+        each step, and with the last one the slowest rank if it has just been found.
 
         Raises:
             StallError: naming the ranks that have not told theirs.
         """
         if number <= self.heeded:
-            return None
+            return []
         self.heeded = number
         found = self._found(number)
         self.tables.hear(number, found)
         slowest = self.health.hear(number, found)
-        return (hear_idle(found), slowest) if "idle" in found else None
+        steps = hear_idle(found)
+        return [(of, slowest if n == len(steps) else None) for n, of in enumerate(steps, 1)]
 
     def of_plan(self, step: int) -> OfPlan:
         """Return what all ranks told of their plans of a step; raises as `hear`."""
@@ -128,13 +130,14 @@ class Telling:
         return self.found[number]
 
     def _of_step(self) -> dict[str, Part]:
-        spent = self.spent
-        if spent is None:
+        steps, self.spent = self.spent, []
+        if not steps:
             return {}
-        parts = tell_idle(self.rank.rank, spent.idle_ns, spent.whole_ns, peak_memory_bytes())
-        parts |= self.health.tell(spent.spans, spent.table)
-        if self.spec.config.costs.learn:
-            parts |= self.tables.tell(spent.passes)
+        parts = tell_idle(self.rank.rank, [(of.idle_ns, of.whole_ns) for of in steps], peak_memory_bytes())
+        for spent in steps:
+            parts |= self.health.tell(spent.spans, spent.table)
+            if self.spec.config.costs.learn:
+                parts |= self.tables.tell(spent.passes)
         return parts
 
     def _of_plan(self, plan: StepPlan) -> dict[str, Part]:

@@ -1,13 +1,13 @@
 """Train: plan → verify → engine, one step after the other.
 
 This is the first file to read. A step is: take what was prepared ahead, settle that all ranks hold the same
-plan, run it, learn its totals in one reduction, update, report. Everything a policy decides has been decided
-in the plan; everything a rank does is in its op list. What lies between taking and reporting is written in
-`omni/rank/step.py`.
+plan, run it, sum its figures in one reduction, update, settle: learn what it came to, and report. A GPU is
+given the next step before the host settles one, unless something is due after it, so it never waits for the
+host. Everything a policy decides has been decided in the plan; everything a rank does is in its op list. What
+lies between taking and settling is written in `omni/rank/step.py`.
 """
 
 import contextlib
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from dataloader.decoders import decoder_versions
-from dataloader.loader import Loader, default_threads
+from dataloader.loader import Loader
 from dataloader.node_cache import NodeCache, cache_folder
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.reader import open_reader
 from infra.checkpoint import CheckpointError, Keep, folder_of
-from infra.machine import usable_cores
 from infra.run_folder import RunFolder
 from infra.screen import beside
 from infra.shutdown import StopFlag
@@ -36,13 +35,12 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.bad_samples import BadSamples
 from omni.rank.build import Rank, build_rank
 from omni.rank.step import execute, sum_step, update, waiting_at
-from omni.rank.totals import StepTotals
-from omni.training.ahead import Ahead, Prepared
+from omni.training.ahead import Ahead, Prepared, loader_threads
 from omni.training.augmenting import augmenting_of
 from omni.training.begin import begin
 from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
-from omni.training.figures import StepRun
+from omni.training.figures import StepRun, Unsettled
 from omni.training.file_hashes import hashing_files
 from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
 from omni.training.garbage import held_in
@@ -50,7 +48,7 @@ from omni.training.generate import Limit
 from omni.training.health import Health
 from omni.training.learning import CostTables
 from omni.training.profile import Profile
-from omni.training.progression import BadDataError, Progression
+from omni.training.progression import Progression, check_failures
 from omni.training.reporter import Reporter, Silent
 from omni.training.storage import storage_of
 from omni.training.telling import Spent, Telling
@@ -118,13 +116,16 @@ class Trainer:
         self.checkpoints = Checkpoints(storage_of(self.config, folder), folder, self.rank, self.control, keep)
         self.decoders = decoder_versions()
         self.fingerprint = fingerprint(spec)  # once: it takes a tenth of a save of 250 MB
-        self.save_is_due = False
+        self.save_is_due = self.stopped = False
+        self.queues = device.type == "cuda"  # the device computes behind the host
+        self.unsettled: Unsettled | None = None
+        self.settled_s = 0.0  # when the last step was, by time.perf_counter()
         self.progression = Progression(folder.metrics)
         self.reporter: Reporter | Silent = Silent()
 
     @property
     def step(self) -> int:
-        """The last step that is done."""
+        """The last step that is settled."""
         return self.progression.step
 
     def run(self) -> bool:
@@ -142,38 +143,28 @@ class Trainer:
             self.ahead() as ahead,
             hashing_files(self.folder, self.number, self.spec.arrangement.world, self.stop),
         ):
-            stopped = False
             profile = Profile(
                 self.config.profile.steps, self.config.train.steps, self.folder.profile, self.number
             )
             for step in range(self.step + 1, self.config.train.steps + 1):
-                recorded = self.is_due(step, self.config.train.timeline_every)
-                stays = meet(self.rank, step) if recorded else ()
+                stays = meet(self.rank, step) if self.is_due(step, self.config.train.timeline_every) else ()
                 start = time.perf_counter()
                 profile.before(step)
                 with held_in(step):
                     prepared = self.begin(ahead, step)
                     start += self.save_if_due(report)  # of the step before
                     done = self.run_step(prepared, self.watch)
-                    self.update(done)
-                step_s = time.perf_counter() - start
-                profile.after(step)
-                # A signal leaves little time: save, and measure another day.
-                heldout = {} if done.totals.stop else self.evaluate(step)
-                if recorded:
-                    record(self.folder, self.spec, self.rank, done, stays, self.control)
-                report.saved(self.checkpoints.finished())
-                report.loaded(self.files.bytes_read, ahead.loader.prepare_s, self.files.cached_bytes)
-                report.step(done, self.rank.optimizer, step_s, heldout, recorded)
-                self.check_updates(done.totals)
-                every = self.config.train.checkpoint_every or self.config.train.steps
-                self.save_is_due |= done.totals.stop or self.is_due(step, every)
-                if stopped := done.totals.stop:
+                    self.update_weights(done)
+                start += profile.after(step)
+                self.unsettled = Unsettled(done, start, stays, ahead.loader)
+                if not self.goes_on(step):
+                    self.settle()
+                if self.stopped:
                     break
             self.end()
             self.save_if_due(report)
             self.finish_saving(report)  # first: whatever ends generation, the run is done
-            if stopped:
+            if self.stopped:
                 report.note(
                     f"stopped after step {self.step}: {self.stop.signal_name or 'a signal to another rank'}"
                 )
@@ -193,7 +184,7 @@ class Trainer:
         ahead = Ahead(
             self.spec.planner,
             self.plan_step or partial(plan_step, self.spec.planner, predicts=self.first),
-            Loader(self.readers, self.spec.tokenizer, items, self.loader_threads),
+            Loader(self.readers, self.spec.tokenizer, items, loader_threads(self.spec)),
             self.rank.assembler,
             domain=self.rank.domain,
             first=first,
@@ -209,12 +200,6 @@ class Trainer:
             yield ahead
         finally:
             ahead.close()
-
-    @property
-    def loader_threads(self) -> int:
-        """How many threads load for this rank."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.spec.arrangement.world))
-        return self.config.data.loader_threads or default_threads(usable_cores(), ranks)
 
     def begin(self, ahead: Ahead, step: int) -> Prepared:
         """Hear what all ranks told of the step before the last one, take the next, and tell of the last: see
@@ -232,7 +217,7 @@ class Trainer:
         """Let the last update's weights arrive, tell of the last step, and hear all that is left to hear."""
         with waiting_at(self.rank, f"step {self.step}: weights of the last update", self.rank.groups.world):
             self.rank.optimizer.arrive()
-        if self.telling.spent is not None:
+        if self.telling.spent:
             self.hear(self.step - 1)
             self.telling.tell(self.step, None, None)
             self.hear(self.step)
@@ -240,8 +225,7 @@ class Trainer:
     def hear(self, number: int) -> None:
         """Heed what all ranks told in a vector, once, waiting if it is not there yet."""
         self.where = f"step {number}: hearing what all ranks told of it"
-        heard = self.telling.hear(number)
-        if heard is not None:
+        for heard in self.telling.hear(number):
             self.reporter.told(*heard)
 
     def agree_on(self, plan: StepPlan) -> OfPlan:
@@ -263,13 +247,16 @@ class Trainer:
         return frozenset(sample for domain, sample in lost if domain == plan.number)
 
     def run_step(self, prepared: Prepared, watch: Stopwatch | None = None) -> StepRun:
-        """Run a step once all ranks agree on its plan, and sum its figures, with laps on `watch`."""
+        """Run a step once all ranks agree on its plan, and sum its figures, with laps on `watch`. The step
+        before is settled when this one's passes are launched.
+        """
         plan, watch = prepared.plan, watch or Stopwatch(self.rank.device)
         of_plan = self.agree_on(plan)
-        self.check_failures(prepared)
+        check_failures(prepared.failures, self.config.data.on_error, self.number)
         bad = BadSamples(plan, partial(self.lost_here, plan))
         inputs = replace(prepared.inputs, before_loss=bad.mask)
         result = execute(self.rank, plan, inputs, watch)
+        self.settle()
         differing = self.health.compare(plan.step)
         sums = sum_step(self.rank, plan, result, stop=self.stop.requested, differing=differing)
         table, lost = self.tables.at(plan.step), len(self.telling.lost(plan.step))
@@ -280,36 +267,60 @@ class Trainer:
         return done
 
     def update(self, done: StepRun) -> None:
-        """Update weights, count what the step did and move on in the stream."""
-        plan = done.prepared.plan
-        update(self.rank, plan, done.sums)
+        """Update weights and settle the step: what whoever takes single steps calls."""
+        self.update_weights(done)
+        self.count(done)
+
+    def update_weights(self, done: StepRun) -> None:
+        """Update weights by what the device has summed."""
+        update(self.rank, done.prepared.plan, done.sums)
         self.health.seal()
+
+    def count(self, done: StepRun) -> None:
+        """Learn what a step came to, count what it did and move on in the stream."""
+        plan = done.prepared.plan
         self.rank.note(f"step {plan.step}: totals on the host")
-        updated = self.rank.optimizer.is_sound(done.totals)
+        updated = self.rank.optimizer.is_sound(plan.step, done.totals)
         laps = done.result.watch.laps()
         idle_ns = idle_of(laps, plan.domain, self.rank.position)
         passes = done.passes if self.config.costs.learn else ()
-        self.telling.spent = Spent(idle_ns, whole_ns(laps), passes, done.spans, done.table)
+        self.telling.spent.append(Spent(idle_ns, whole_ns(laps), passes, done.spans, done.table))
         truncated = len(self.spec.planner.world.truncated(plan.taken))
         most = self.config.data.max_error_share
         self.progression.advance(plan, done.totals, done.lost, truncated, updated, most)
         self.watchdog.beat()
 
-    def check_updates(self, totals: StepTotals) -> None:
-        """Stop a run that no longer learns: all ranks at the same step, since all have the same totals."""
-        self.progression.check_updates(
-            totals, self.rank.optimizer.norms(totals), self.config.optim.max_skipped
-        )
+    def goes_on(self, step: int) -> bool:
+        """Whether the next step begins before this one is settled: on a GPU, if nothing is due after it. All
+        ranks say the same.
+        """
+        train = self.config.train
+        every = (train.checkpoint_every or train.steps, train.eval_every, train.timeline_every)
+        due = any(self.is_due(step, each) for each in every)
+        return self.queues and not (due or self.save_is_due or self.stopped)
 
-    def check_failures(self, prepared: Prepared) -> None:
-        """Apply `data.on_error` to what this rank could not read or decode."""
-        for failure in prepared.failures:
-            sample = f"source {failure.source}, sample {failure.sample} ({failure.name!r})"
-            of = "its text" if failure.item is None else f"item {failure.item}"
-            text = f"{sample}, {of}: {failure.reason}"
-            if self.config.data.on_error == "fail":
-                raise BadDataError(f"{text}. Mend the data, or set data.on_error=skip to train without it.")
-            beside(f"rank {self.rank.rank}: skipped {text}")
+    def settle(self) -> None:
+        """Learn what the step that is not settled came to, if there is one, and do what is due after it."""
+        if self.unsettled is None:
+            return
+        (done, start, stays, loader), self.unsettled = self.unsettled, None
+        step, report, train = done.prepared.plan.step, self.reporter, self.config.train
+        self.count(done)
+        # From its start, but not while the device was still at the step before.
+        step_s = time.perf_counter() - max(start, self.settled_s)
+        self.settled_s = time.perf_counter()
+        # A signal leaves little time: save, and measure another day.
+        heldout = {} if done.totals.stop else self.evaluate(step)
+        if stays:
+            record(self.folder, self.spec, self.rank, done, stays, self.control)
+        report.saved(self.checkpoints.finished())
+        report.loaded(self.files.bytes_read, loader.prepare_s, self.files.cached_bytes)
+        report.step(done, self.rank.optimizer, step_s, heldout, bool(stays))
+        # All ranks have the same totals: they stop at the same step.
+        norms, most = self.rank.optimizer.norms(step, done.totals), self.config.optim.max_skipped
+        self.progression.check_updates(done.totals, norms, most)
+        self.stopped |= done.totals.stop
+        self.save_is_due |= self.stopped or self.is_due(step, train.checkpoint_every or train.steps)
 
     def standing(self) -> str:
         """Say where this rank is: the watchdog asks, from a thread of its own."""
@@ -319,7 +330,7 @@ class Trainer:
     def note(self, where: Op | str) -> None:
         """Note where this rank stands, for the watchdog."""
         if isinstance(where, Op):
-            self.where = f"step {self.step + 1}: {where}"
+            self.where = f"step {self.step + 1 + (self.unsettled is not None)}: {where}"
             self.watchdog.beat()
         else:
             self.where = where
@@ -341,12 +352,7 @@ class Trainer:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Held-out losses, where they are due: every `eval_every` steps and at the end."""
-        if not self.is_due(step, self.config.train.eval_every):
-            return {}
-        return {
-            f"loss/eval/{name}": self.evaluator.loss(step, name, heldout.samples)
-            for name, heldout in self.config.data.heldout.items()
-        }
+        return self.evaluator.losses(step) if self.is_due(step, self.config.train.eval_every) else {}
 
     def transcribe(
         self, show: Callable[[str, int, int], None], note: Callable[[str], None]
@@ -360,15 +366,8 @@ class Trainer:
             self.watchdog.beat()  # a rank may wait for those of other domains
             show(name, done, of)
 
-        limit, found = Limit(self.config.train.generate_s, self.stop, told), {}
-        for name, heldout in self.config.data.heldout.items():
-            if heldout.generate:
-                found[name] = self.evaluator.transcribe(
-                    self.step, name, heldout.generate, heldout.generate_tokens, partial(limit.stop, name)
-                )
-                if (why := limit.left_off(name)) is not None:
-                    note(why)
-        return found
+        limit = Limit(self.config.train.generate_s, self.stop, told)
+        return self.evaluator.transcribe_all(self.step, limit, note)
 
     def save_if_due(self, report: Reporter | Silent) -> float:
         """Save the step done last if that is due; return how many seconds that held training up."""

@@ -143,7 +143,7 @@ def trained(rank: int, config: Config) -> tuple[dict[str, torch.Tensor], list[St
                 Step(
                     losses=dict(zip(trainer.spec.sources, totals.losses, strict=True)),
                     targets=dict(zip(trainer.spec.sources, totals.targets, strict=True)),
-                    norms=trainer.rank.optimizer.norms(totals),
+                    norms=trainer.rank.optimizer.norms(number, totals),
                     gradients={
                         name: gradient / totals.num_targets
                         for name, gradient in gradients.items()

@@ -19,16 +19,19 @@ from parallel.control_of_run import connected
 from pipeline.laps import CAUSES
 
 
-def _idle(rank: int) -> OfAllRanks:
+def _idle(rank: int) -> list[OfAllRanks]:
     control = connected(rank, dist.get_world_size(), 60)
     idle = {cause: number * (rank + 1) for number, cause in enumerate(CAUSES)}
-    control.offer("idle", 1, tell_idle(rank, idle, 1000, (7, 9, 4)[rank] * 2**30 + rank))
+    steps = [(idle, 1000), (dict.fromkeys(CAUSES, 1), 100)]
+    control.offer("idle", 1, tell_idle(rank, steps, (7, 9, 4)[rank] * 2**30 + rank))
     return hear_idle(control.settle("idle", 1))
 
 
 def test_what_ranks_held_and_idled_is_known_without_a_number_for_each(ranks: RankPool) -> None:
     found, *others = ranks.run(3, _idle)
     assert others == [found] * 2
+    found, after = found
+    assert after.idle == dict.fromkeys(CAUSES, 3 / 300)
     assert found.idle == {cause: number * 6 / 3000 for number, cause in enumerate(CAUSES)}
     assert (found.most_bytes, found.fullest, found.least_bytes) == (9 * 2**30, 1, 4 * 2**30)
     assert found.sum_bytes == 20 * 2**30

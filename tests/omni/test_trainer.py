@@ -391,7 +391,7 @@ def _skips(rank: int, config: Config, updated: list[bool]) -> list[int]:
         done = trainer.run_step(trainer.begin(ahead, 1))
         for each in updated:
             trainer.progression.advance(done.prepared.plan, done.totals, 0, 0, each, 1.0)
-            trainer.check_updates(done.totals)
+            trainer.progression.check_updates(done.totals, {}, trainer.config.optim.max_skipped)
             out.append(trainer.progression.skipped_in_a_row)
     return out
 
