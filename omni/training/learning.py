@@ -4,7 +4,8 @@
     step n + 1    at its end the sums of all ranks are there; each rank computes the same table of them
     step n + 5    is the first whose plan has not been begun by then: it is planned with that table
 
-On a GPU, which mostly tells of a step when the next one is under way, each of these is a step later. So the step from which on a table is in effect follows from the step that taught it, on every rank alike.
+On a GPU, which mostly tells of a step when the next one is under way, each of these is a step later. So the
+step from which on a table is in effect follows from the step that taught it, on every rank alike.
 """
 
 from collections import defaultdict, deque
