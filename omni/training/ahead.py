@@ -9,7 +9,7 @@ waits only if one of them is late. Whatever goes wrong in a thread is raised by 
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dataloader.loader import Failure, Loader, default_threads
@@ -41,6 +41,10 @@ class Prepared:
     plan_s: float
     plan_cpu_s: float
     predicted: Predicted | None
+
+    def emptied(self) -> "Prepared":
+        """Return what is to be known of a step that has run: all but its tensors."""
+        return replace(self, inputs=StepInputs((), {}, ()))
 
 
 def loader_threads(spec: RunSpec) -> int:

@@ -260,7 +260,7 @@ class Trainer:
         differing = self.health.compare(plan.step)
         sums = sum_step(self.rank, plan, result, stop=self.stop.requested, differing=differing)
         table, lost = self.tables.at(plan.step), len(self.telling.lost(plan.step))
-        done = StepRun(prepared, table, self.rank.position, result, sums, of_plan, lost)
+        done = StepRun(prepared.emptied(), table, self.rank.position, result, sums, of_plan, lost)
         if differing is not None:
             self.health.judge(done.totals.corrupted)
         watch.done(END)

@@ -3,7 +3,9 @@
 A CPU has computed a step when the host is done with it, so ranks here are told that their device queues.
 """
 
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +171,23 @@ def test_no_time_counts_for_two_steps(ranks: RankPool, data: Path, tmp_path: Pat
     ranks.run(1, _slowly, compose_config(overrides(data, tmp_path, "train.steps=6")), 1)
     took = [record["perf/step_s"] for record in read_metrics(tmp_path / "metrics.jsonl")]
     assert 6 * 0.3 < sum(took) < 9 * 0.3, took
+
+
+def _inputs_after(rank: int, config: Config, world: int) -> bool:
+    """Whether inputs of a step that has run and is not settled are still there."""
+    trainer = make_trainer(rank, config, world)
+    with trainer.ahead() as ahead:
+        prepared = trainer.begin(ahead, 1)
+        inputs = weakref.ref(prepared.inputs.microbatches[0])
+        done = trainer.run_step(prepared)
+        del prepared
+        gc.collect()
+        return done.lost == 0 and inputs() is not None
+
+
+def test_a_step_that_is_not_settled_holds_no_inputs(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    line = overrides(data, tmp_path)
+    assert ranks.run(1, _inputs_after, compose_config(line), 1) == [False]
 
 
 def _fails(rank: int, config: Config, world: int) -> tuple[int, str]:
