@@ -92,9 +92,9 @@ def _train(rank: int, config: Config, world: int, least: int) -> dict[str, Any]:
     with patch.context() as patched:
         patched.setattr(buckets, "LEAST", least)
         trainer = make_trainer(rank, config, world)
-        watched, update, do = Watched(trainer), trainer.update, _RunningStep.do
+        watched, update, do = Watched(trainer), trainer.update_weights, _RunningStep.do
         patched.setattr(_RunningStep, "do", lambda step, op: (watched.doing(step, op), do(step, op)))
-        patched.setattr(trainer, "update", lambda done: (update(done), watched.updated(done)))
+        patched.setattr(trainer, "update_weights", lambda done: (update(done), watched.updated(done)))
         trainer.run()
     for hook in watched.hooks:
         hook.remove()  # it holds the buckets, and a graph that lives for long may hold the layer
