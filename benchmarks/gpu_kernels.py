@@ -15,7 +15,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,14 +26,15 @@ import torch
 from infra.run_folder import write_json
 from ops.attention import make_tile_packing, packed_attention
 from ops.device import select_device
-from ops.gates import FUNCTIONS, biased, gated
+from ops.gates import FUNCTIONS, biased, gated, let_through
 from ops.grouped import grouped_inputs, grouped_linear, grouped_weights
+from ops.heads import made_heads, rotated
 from ops.kernels.choice import without_kernels
 from ops.linear import add_weight_gradient
 from ops.loss import logit_gradients, logit_sums
 from ops.norm import Norm, with_bias
 from ops.one_copy import brought
-from ops.rotary import rotary_table, rotated, rotated_heads
+from ops.rotary import rotary_table
 from ops.routing import expert_numbers, order_rows, rows_of
 from ops.span import Span
 
@@ -186,6 +187,16 @@ def other_rows(device: torch.device, unit: int) -> Iterator[Row]:
         yield row(product.__name__, f"{unit + 3} rows, 4 of 256 to 384", [found], [exact], ROUNDED)
 
 
+def heads_by(
+    tables: Mapping[torch.dtype, Any], gated: bool, heads: torch.Tensor, *weights: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """What attention takes in, normed by weights and rotated by a table, where there are any."""
+    norms: Any = tuple(
+        argparse.Namespace(parameters=lambda own=own: [own], eps=1e-5, offset=0.0) for own in weights
+    )
+    return made_heads(heads, tables.get(heads.dtype), norms or None, gated)
+
+
 def layer_rows(device: torch.device, unit: int) -> Iterator[Row]:
     """The operators of a layer between its products, by the kernels that this device runs."""
     by = "torch" if device.type == "cpu" or without_kernels() else "triton"
@@ -193,7 +204,8 @@ def layer_rows(device: torch.device, unit: int) -> Iterator[Row]:
     def row(what: str, shape: str, function: Callable[..., Any], *shapes: tuple[int, ...]) -> Row:
         def joined(*inputs: torch.Tensor) -> torch.Tensor:
             out = function(*inputs)
-            return torch.cat([x.flatten() for x in (out if isinstance(out, tuple) else (out,))])
+            parts = out if isinstance(out, tuple) else (out,)
+            return torch.cat([x.flatten() for x in parts if x is not None])
 
         inputs = [torch.randn(shape, device=device, dtype=BF16) for shape in shapes]
         found, exact = with_gradients(joined, inputs), with_gradients(joined, [x.double() for x in inputs])
@@ -212,9 +224,17 @@ def layer_rows(device: torch.device, unit: int) -> Iterator[Row]:
                 dtype: rotary_table(torch.arange(tokens, device=device) * 7, size, 5e5, dtype)
                 for dtype in (BF16, torch.float64)
             }
-            turn = partial(lambda table, x: rotated_heads(x, table[x.dtype]), table)
+            heads = (tokens, kv_heads, groups + 2, size), (tokens, kv_heads, 2 * groups + 2, size)
             shape = f"{tokens} tokens, {kv_heads} · {groups} heads of {size}"
-            yield row("rotation of heads", shape, turn, (tokens, kv_heads, groups + 2, size))
+            for what, tables, joined, weights in (
+                ("rotation of heads", table, heads[0], []),
+                ("rotation of normed heads", table, heads[0], [(size,)] * 2),
+                ("rotation of normed heads with gates", table, heads[1], [(size,)] * 2),
+                ("norms of heads", {}, heads[0], [(size,)] * 2),
+            ):
+                yield row(what, shape, partial(heads_by, tables, joined is heads[1]), joined, *weights)
+            through = (tokens, kv_heads * groups * size)
+            yield row("gates of heads", shape, let_through, through, (tokens, kv_heads, groups, size))
         for width, normalization in ((4096, "RMSNorm"), (1152, "LayerNorm")):
             norms = {
                 dtype: Norm(
@@ -227,9 +247,11 @@ def layer_rows(device: torch.device, unit: int) -> Iterator[Row]:
             stream = (tokens, width)
             enter = partial(lambda norms, x: norms[x.dtype].enter(x), norms)
             enter_sum = partial(lambda norms, x, y, b: norms[x.dtype].enter_sum(x, y, b), norms)
+            leave = partial(lambda norms, x, y: norms[x.dtype].leave(x, y, None), norms)
             shape = f"{tokens} tokens of {width}"
             yield row(normalization, shape, enter, stream)
             yield row(f"{normalization} of a sum", shape, enter_sum, stream, stream, (width,))
+            yield row(f"{normalization} behind a half", shape, leave, stream, stream)
             yield row("sum with a bias", shape, with_bias, stream, stream, (width,))
 
 
@@ -237,20 +259,24 @@ def moved_rows(device: torch.device, tokens: int) -> Iterator[Row]:
     """Bytes a second that operators of a layer of an 8B move, forward and backward."""
     table = rotary_table(torch.arange(tokens, device=device), 128, 5e5, BF16)
     norm = Norm(argparse.Namespace(**NORM, normalization="RMSNorm", params_dtype=BF16), 4096).to(device)
+    turn = partial(heads_by, {BF16: table}, False)
     cases: tuple[tuple[str, Callable[..., Any], tuple[tuple[int, ...], ...], int], ...] = (
         ("gate", partial(gated, kind="silu"), ((tokens, 2 * 14336),), 8 * 14336),
-        ("rotation of heads", lambda x: rotated_heads(x, table), ((tokens, 8, 6, 128),), 2 * 2 * 48 * 128),
+        ("rotation of heads", turn, ((tokens, 8, 6, 128),), 2 * 2 * 48 * 128),
+        ("rotation of normed heads", turn, ((tokens, 8, 6, 128), (128,), (128,)), 5 * 48 * 128),
+        ("gates of heads", let_through, ((tokens, 4096), (tokens, 8, 4, 128)), 8 * 4096),
         ("RMSNorm of a sum", lambda x, y: norm.enter_sum(x, y, None), ((tokens, 4096),) * 2, 8 * 4096),
+        ("RMSNorm behind a half", lambda x, y: norm.leave(x, y, None), ((tokens, 4096),) * 2, 6 * 4096),
     )
     for what, function, shapes, numbers in cases:
         leaves = [torch.randn(shape, device=device, dtype=BF16).requires_grad_() for shape in shapes]
         out = function(*leaves)
-        out = out if isinstance(out, tuple) else (out,)
+        out = [x for x in (out if isinstance(out, tuple) else (out,)) if x is not None]
         grads = [torch.randn_like(x) for x in out]
 
         def both(function: Any = function, leaves: Any = leaves, grads: Any = grads) -> None:
             out = function(*leaves)
-            torch.autograd.grad(out if isinstance(out, tuple) else (out,), leaves, grads)
+            torch.autograd.grad(out[: len(grads)] if isinstance(out, tuple) else (out,), leaves, grads)
 
         seconds = took(device, both)
         moved = numbers * tokens * BF16.itemsize

@@ -106,6 +106,7 @@ def _llm(rng: random.Random, tp: int, parts: int, ranks: int) -> list[str]:
         "loss_chunk": rng.choice((64, 512, 4096)),
         "recompute": rng.choice(RECOMPUTE),
     }
+    sizes |= _heads(rng, sizes["norm"])
     keys = [f"model.llm.{key}={value}" for key, value in sizes.items()]
     if rng.random() < 0.35:
         experts, shared = rng.choice((4, 8, 12)), tp * rng.choice((0, 32, 64))
@@ -122,6 +123,16 @@ def _llm(rng: random.Random, tp: int, parts: int, ranks: int) -> list[str]:
         keys += [f"model.llm.moe.{key}={value}" for key, value in moe.items()]
         keys += [f"layout.llm.ep={rng.choice([ep for ep in (1, 2, 4) if experts % ep == ranks % ep == 0])}"]
     return keys
+
+
+def _heads(rng: random.Random, norm: str) -> dict[str, object]:
+    """Where an LLM has norms beside those ahead of its halves, and gates."""
+    return {
+        "norms": rng.choice(("before", "before", "around", "after")),
+        "qk_norm": (normed := rng.random() < 0.5),
+        "qk_norm_over": rng.choice(("head", "all")) if normed and norm == "RMSNorm" else "head",
+        "output_gate": rng.random() < 0.3,
+    }
 
 
 def _encoder(rng: random.Random, tp: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Feed-forwards between their linears, as one operator forward and one backward: of a gated one (Shazeer, GLU
 Variants Improve Transformer, 2020) the product of an activated gate and what it lets through, of another the
-activation of a sum with the first linear's bias.
+activation of a sum with the first linear's bias. And gates of what attention puts out, by heads.
 
 Nothing is kept for the backward but the operand: the activation is computed anew from it.
 
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from ops.kernels.choice import as_rows, takes_kernel
 from ops.operators import operator
+from ops.totals import totals_of
 
 
 def quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -60,6 +61,12 @@ def biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
     return out
 
 
+def let_through(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, K · G · H] and gate [T, K, G, H], contiguous in its last two dimensions → x · sigmoid(gate)."""
+    out: torch.Tensor = _LetThrough.apply(x, gate)
+    return out
+
+
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *settings: Any) -> torch.Tensor:
@@ -85,12 +92,21 @@ class _Biased(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        (x,), bias = ctx.saved_tensors, ctx.bias
-        of_x, of_bias = _BIASED_BACKWARD(grads[0], x, bias, ctx.kind)
-        if bias.requires_grad and hasattr(bias, "main_grad"):
-            bias.main_grad.add_(of_bias)
-            return of_x, None, None
-        return of_x, of_bias, None
+        (x,), ((total,), (of_bias,)) = ctx.saved_tensors, totals_of([ctx.bias])
+        return _BIASED_BACKWARD(grads[0], x, ctx.bias, ctx.kind, total), of_bias, None
+
+
+class _LetThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, gate)
+        out: torch.Tensor = _LET_THROUGH(x, gate)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both: tuple[torch.Tensor, torch.Tensor] = _LET_THROUGH_BACKWARD(grads[0], *ctx.saved_tensors)
+        return both
 
 
 def _gated(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> torch.Tensor:
@@ -141,16 +157,39 @@ def _biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def _biased_backward(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x [..., F] and, in single precision at least, of the bias [F]."""
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str, total: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of x [..., F]; that of the bias is added to `total` [F]."""
     if takes_kernel(x):
         from ops.kernels import gates
 
-        of_x, of_bias = gates.biased_backward(as_rows(grad), as_rows(x), bias, kind)
-        return of_x.view_as(x), of_bias
+        return gates.biased_backward(as_rows(grad), as_rows(x), bias, kind, total).view_as(x)
     of_x = _KINDS[kind][1](grad, x + bias)
-    return of_x, of_x.flatten(0, -2).sum(0, dtype=_exact(x))
+    total.add_(of_x.flatten(0, -2).sum(0, dtype=_exact(x)))
+    return of_x
+
+
+def _let_through(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """As `let_through` says, in torch where no kernel is taken."""
+    if takes_kernel(x):
+        from ops.kernels import gates
+
+        return gates.let_through(x.contiguous(), gate)
+    return (x.view(gate.shape) * torch.sigmoid(gate.to(_exact(x)))).to(x.dtype).view(x.shape)
+
+
+def _let_through_backward(
+    grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x [T, K · G · H] and gate [T, K, G, H]."""
+    if takes_kernel(x):
+        from ops.kernels import gates
+
+        return gates.let_through_backward(grad.contiguous(), x.contiguous(), gate)
+    share = torch.sigmoid(gate.to(_exact(x)))
+    grad, x = grad.view(gate.shape), x.view(gate.shape)
+    of_gate = grad * x * share * (1 - share)
+    return (grad * share).to(x.dtype).flatten(1), of_gate.to(x.dtype)
 
 
 def _exact(x: torch.Tensor) -> torch.dtype:
@@ -169,13 +208,13 @@ def _activation(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _gradients(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(bias, dtype=_exact(x))
+def _shares(grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.new_empty(x.shape), gate.new_empty(gate.shape)
 
 
 _GATED = operator(_gated, _product)
 _GATED_BACKWARD = operator(_gated_backward, _gradient)
 _BIASED = operator(_biased, _activation)
-_BIASED_BACKWARD = operator(_biased_backward, _gradients)
+_BIASED_BACKWARD = operator(_biased_backward, _gradient, changed=("total",))
+_LET_THROUGH = operator(_let_through, lambda x, gate: x.new_empty(x.shape))
+_LET_THROUGH_BACKWARD = operator(_let_through_backward, _shares)

@@ -1,7 +1,7 @@
 """Normalisation layers that megatron-core's specs accept, on any device.
 
 Between two halves of a layer the sum with what went around the first, and the norm ahead of the second, are
-one operator, and so is their gradient.
+one operator, and so is their gradient; so are the norm behind a half and the sum that follows.
 
 Shapes: t tokens, D model width.
 """
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ops.kernels.choice import as_rows, takes_kernel
 from ops.names import NORMS
 from ops.operators import operator
+from ops.totals import totals_of
 
 _WIDEST = 16384  # of which a kernel holds a row
 Normed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -68,6 +69,12 @@ class Norm(torch.nn.Module):
         )
         return found
 
+    def leave(self, stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """stream [..., D] + the norm of out + bias, which are [..., D] and [D]."""
+        out = out if bias is None else out + bias
+        total: torch.Tensor = _Left.apply(stream, out, self.weight, self.bias, self.eps, self.offset)
+        return total
+
 
 def with_bias(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """stream + (out + bias), which are [..., D] and [D]."""
@@ -94,7 +101,7 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad, of_weight, of_shift, _ = _entered_gradients(ctx, grads)
+        grad, of_weight, of_shift, _ = _normed_gradients(ctx, grads[1], grads[0])
         return grad, of_weight, of_shift, None, None
 
 
@@ -117,27 +124,43 @@ class _EnteredSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad, of_weight, of_shift, of_bias = _entered_gradients(ctx, grads)
+        grad, of_weight, of_shift, of_bias = _normed_gradients(ctx, grads[1], grads[0])
         return grad, grad, of_bias, of_weight, of_shift, None, None
 
 
-def _entered_gradients(
-    ctx: Any, grads: tuple[torch.Tensor, ...]
+def _normed_gradients(
+    ctx: Any, of_normed: torch.Tensor, around: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of a normed total, and of the norm's weight, its shift and the bias in the total: None where
-    there is none, or where `main_grad` has taken it.
+    """Gradients of what was normed, and of the norm's weight, its shift and the bias in what was normed: None
+    where there is none, or where `main_grad` has taken it.
     """
-    around, of_normed = grads
     total, mean, scale = ctx.saved_tensors
-    weight, shift, bias = ctx.parameters
-    flags = ctx.offset, shift is not None, bias is not None
-    grad, rows = _NORM_BACKWARD(of_normed, around, total, mean, scale, weight, *flags)
-    found = dict(zip((x for x in ctx.parameters if x is not None), rows.unbind(), strict=True))
-    taken = [x for x in found if x.requires_grad and hasattr(x, "main_grad")]
-    if taken:
-        torch._foreach_add_([vars(x)["main_grad"] for x in taken], [found.pop(x) for x in taken])
-    of_weight, of_shift, of_bias = (found.get(x) for x in ctx.parameters)
+    totals, (of_weight, of_shift, of_bias) = totals_of(ctx.parameters)
+    grad = _NORM_BACKWARD(of_normed, around, total, mean, scale, ctx.parameters[0], ctx.offset, totals)
     return grad, of_weight, of_shift, of_bias
+
+
+class _Left(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        stream: torch.Tensor,
+        out: torch.Tensor,
+        weight: torch.Tensor,
+        shift: torch.Tensor | None,
+        eps: float,
+        offset: float,
+    ) -> torch.Tensor:
+        total, mean, scale = _NORM_ADD(stream, out, weight, shift, eps, offset)
+        ctx.save_for_backward(out, mean, scale)
+        ctx.parameters, ctx.offset = (weight, shift, None), offset
+        result: torch.Tensor = total
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        of_out, of_weight, of_shift, _ = _normed_gradients(ctx, grads[0], None)
+        return grads[0], of_out, of_weight, of_shift, None, None
 
 
 class _Summed(torch.autograd.Function):
@@ -152,7 +175,7 @@ class _Summed(torch.autograd.Function):
         return grad, grad, grad.flatten(0, -2).sum(0)
 
 
-def _norm(
+def norm(
     x: torch.Tensor, weight: torch.Tensor, shift: torch.Tensor | None, eps: float, offset: float
 ) -> Normed:
     """x [..., D] → its norm, the means [t], none of an RMSNorm, and the factors [t], in single precision at
@@ -181,7 +204,7 @@ def _add_norm(
     eps: float,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """stream + (out + bias), rounded to their precision, and as `_norm` of it."""
+    """stream + (out + bias), rounded to their precision, and as `norm` of it."""
     if _takes_kernel(stream):
         from ops.kernels import norms
 
@@ -189,43 +212,63 @@ def _add_norm(
         total, normed, mean, scale = norms.add_norm(*both, bias, weight, shift, eps, offset)
         return total.view_as(stream), normed.view_as(stream), mean, scale
     total = stream + (out if bias is None else out + bias)
-    return total, *_norm(total, weight, shift, eps, offset)
+    return total, *norm(total, weight, shift, eps, offset)
 
 
-def _norm_backward(
+def _norm_add(
+    stream: torch.Tensor,
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    shift: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> Normed:
+    """stream + the norm of out, which are [..., D], and what else `norm` returns of out."""
+    if _takes_kernel(out):
+        from ops.kernels import norms
+
+        total, mean, scale = norms.norm_add(as_rows(stream), as_rows(out), weight, shift, eps, offset)
+        return total.view_as(out), mean, scale
+    normed, mean, scale = norm(out, weight, shift, eps, offset)
+    return normed.add_(stream), mean, scale
+
+
+def norm_backward(
     grad: torch.Tensor,
-    around: torch.Tensor,
+    around: torch.Tensor | None,
     x: torch.Tensor,
     mean: torch.Tensor,
     scale: torch.Tensor,
     weight: torch.Tensor,
     offset: float,
-    shifted: bool,
-    biased: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient of x [..., D], with the one from `around` the norm, and in one tensor [n, D], in single
-    precision at least, those of the weight, of a LayerNorm's shift if it is `shifted` and, if `biased`, of a
-    bias that was added to x.
+    totals: list[torch.Tensor],
+) -> torch.Tensor:
+    """The gradient of x [..., D], with the one from `around` the norm if there is one. Added to `totals`,
+    each [D], are those of the weight, of the shift if there are means and, if there is one more, of a bias
+    that was added to x.
     """
     if x.numel() == 0:
-        return torch.empty_like(x), scale.new_zeros(1 + shifted + biased, len(weight))
+        return torch.empty_like(x)
     if _takes_kernel(x):
         from ops.kernels import norms
 
-        grad, around, rows = (as_rows(one) for one in (grad, around, x))
-        of_x, parameters = norms.norm_backward(grad, around, rows, mean, scale, weight, offset, biased)
-        return of_x.view_as(x), parameters
+        around = None if around is None else as_rows(around)
+        given = as_rows(grad), around, as_rows(x), mean, scale
+        return norms.norm_backward(*given, weight, offset, totals).view_as(x)
     grad, exact, scale = grad.flatten(0, -2).to(scale.dtype), x.flatten(0, -2).to(scale.dtype), scale[:, None]
+    shifted = len(mean) > 0
     normed = (exact - mean.unsqueeze(1) if shifted else exact) * scale
     sums = [(grad * normed).sum(0), *((grad.sum(0),) if shifted else ())]
     grad = grad * (weight.to(grad.dtype) + offset)
     of_exact = grad - normed * (grad * normed).mean(1, keepdim=True)
     if shifted:
         of_exact -= grad.mean(1, keepdim=True)
-    of_x = of_exact.mul_(scale).view_as(x).add_(around).to(x.dtype)
-    if biased:
-        sums.append(of_x.flatten(0, -2).sum(0, dtype=scale.dtype))
-    return of_x, torch.stack(sums)
+    of_exact = of_exact.mul_(scale).view_as(x)
+    of_x = (of_exact if around is None else of_exact.add_(around)).to(x.dtype)
+    sums.append(of_x.flatten(0, -2).sum(0, dtype=scale.dtype))
+    for total, own in zip(totals, sums, strict=False):
+        total.add_(own)
+    return of_x
 
 
 def _with_bias(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -259,24 +302,18 @@ def _total_made(
     return torch.empty_like(stream), *_made(stream, *of_norm)
 
 
-def _gradients_made(
-    grad: torch.Tensor,
-    around: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    weight: torch.Tensor,
-    offset: float,
-    *parameters: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), scale.new_empty(1 + sum(parameters), len(weight))
+def _left_made(stream: torch.Tensor, out: torch.Tensor, *of_norm: Any) -> Normed:
+    return _made(out, *of_norm)
 
 
 def _sum_made(stream: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(stream)
 
 
-_NORM = operator(_norm, _made)
+_NORM = operator(norm, _made)
 _ADD_NORM = operator(_add_norm, _total_made)
-_NORM_BACKWARD = operator(_norm_backward, _gradients_made)
+_NORM_ADD = operator(_norm_add, _left_made)
+_NORM_BACKWARD = operator(
+    norm_backward, lambda grad, around, x, *others: torch.empty_like(x), changed=("totals",)
+)
 _WITH_BIAS = operator(_with_bias, _sum_made)

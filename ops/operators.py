@@ -11,15 +11,17 @@ import torch
 from torch import library as operators
 
 
-def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def operator(
+    run: Callable[..., Any], fake: Callable[..., Any], changed: tuple[str, ...] = ()
+) -> Callable[..., Any]:
     """Return `run` as an operator of its name under "omni", on CPUs and GPUs; `fake` makes its results
     without numbers.
 
-    Both take the same arguments, which `run` has annotated. The operator changes none of them, returns none
-    of them, and has no derivative: who needs one calls it in a `torch.autograd.Function`.
+    Both take the same arguments, which `run` has annotated. The operator changes those that are named,
+    returns none of them, and has no derivative: who needs one calls it in a `torch.autograd.Function`.
     """
     name = run.__name__.strip("_")
-    operators.define(f"omni::{name}", operators.infer_schema(run, mutates_args=()))
+    operators.define(f"omni::{name}", operators.infer_schema(run, mutates_args=changed))
     operators.impl(f"omni::{name}", ("cpu", "cuda"), run)
     operators.register_fake(f"omni::{name}", fake)
     made: Callable[..., Any] = getattr(torch.ops.omni, name).default

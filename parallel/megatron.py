@@ -38,9 +38,7 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.tensor_parallel.mappings import (
     all_to_all,
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.tensor_parallel.random import (
     CudaRNGStatesTracker,
@@ -96,7 +94,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "all_to_all",
     "checkpoint",
-    "copy_to_tensor_model_parallel_region",
     "finalize_model_grads",
     "gather_from_sequence_parallel_region",
     "get_global_memory_buffer",
@@ -104,5 +101,4 @@ __all__ = [
     "get_megatron_optimizer",
     "group_limited_topk",
     "model_parallel_cuda_manual_seed",
-    "reduce_from_tensor_model_parallel_region",
 ]

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from ops.rotary import rotated, rotated_heads
+from omni.models.wide_norm import WideNorm
+from ops.gates import let_through
+from ops.heads import Table, made_heads, rotated, split_heads
+from ops.norm import Norm
 from parallel.megatron import (
-    IdentityOp,
     MegatronModule,
     ProcessGroupCollection,
     SelfAttention,
@@ -63,48 +65,35 @@ class PackedCoreAttention(MegatronModule):
         packed_seq_params: PackedTokens | None = None,
     ) -> torch.Tensor:
         """query [T, N, H], key and value [T, K, H] → [T, N·H]. Masks come from the plan of the pack."""
-        packed = self._pack(packed_seq_params)
-        if packed.rotary is not None and self.rotated:
-            query, key = rotated(query, key, packed.rotary)
-        return self._attend(query, key, value, packed, packed_seq_params)
+        assert isinstance(packed_seq_params, PackedTokens), "attention runs on packed tokens only"
+        if (table := self.table(packed_seq_params)) is not None:
+            query, key = rotated(query, key, table)
+        return self.attend(query, key, value, packed_seq_params)
 
-    def of_heads(self, heads: torch.Tensor, packed_seq_params: PackedTokens) -> torch.Tensor:
-        """heads [T, K, G + 2, H], of each key/value head the queries, the key and the value → [T, N·H]."""
-        packed = self._pack(packed_seq_params)
-        if packed.rotary is not None and self.rotated:
-            query, key, value = rotated_heads(heads, packed.rotary)
-        else:
-            query, key, value = heads.split([heads.shape[2] - 2, 1, 1], dim=2)
-            query, key, value = query.flatten(1, 2), key.squeeze(2), value.squeeze(2)
-        return self._attend(query, key, value, packed, packed_seq_params)
+    def table(self, given: PackedTokens) -> Table | None:
+        """What this layer rotates queries and keys by, None if it does not."""
+        return self._seen(given).rotary if self.rotated else None
 
-    def _pack(self, given: PackedTokens | None) -> PackedTokens:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, given: PackedTokens
+    ) -> torch.Tensor:
+        """As `forward`, of queries and keys that are rotated."""
+        plan = self._seen(given).attention
+        assert plan is not None
+        if (recalled := given.recalled) is not None:
+            key, value = recalled.extend(self, key, value)
+        return sharded_attention(query, key, value, plan, self.pool, self.scale, self.sinks).flatten(1)
+
+    def _seen(self, given: PackedTokens) -> PackedTokens:
         """The pack as this layer sees it."""
-        assert isinstance(given, PackedTokens), "attention runs on packed tokens only"
         packed = given.windowed if self.windowed else given
         assert packed is not None
         return packed
 
-    def _attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        packed: PackedTokens,
-        given: PackedTokens | None,
-    ) -> torch.Tensor:
-        assert packed.attention is not None
-        assert given is not None
-        if (recalled := given.recalled) is not None:
-            key, value = recalled.extend(self, key, value)
-        return sharded_attention(
-            query, key, value, packed.attention, self.pool, self.scale, self.sinks
-        ).flatten(1)
-
 
 class PackedSelfAttention(SelfAttention):
-    """megatron-core's, which takes queries, keys and values to their attention in one tensor unless something
-    is done to one of them first.
+    """megatron-core's modules. What is between its linears takes queries, keys and values out of the tensor
+    that the first makes, and is computed anew as a whole where attention is.
     """
 
     def forward(
@@ -116,16 +105,25 @@ class PackedSelfAttention(SelfAttention):
         **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """[t, 1, D] → the same, and a bias that is still to be added."""
-        if self.config.attention_output_gate or not isinstance(self.q_layernorm, IdentityOp):
-            found: tuple[torch.Tensor, torch.Tensor | None] = super().forward(
-                hidden_states, attention_mask, packed_seq_params=packed_seq_params
-            )
-            return found
         joined, _ = self.linear_qkv(hidden_states)
         size = self.hidden_size_per_attention_head
         heads = joined.view(len(joined), self.num_query_groups_per_partition, -1, size)
-        attend = partial(self.core_attention.of_heads, packed_seq_params=packed_seq_params)
+        attend = partial(self._attend, packed=packed_seq_params)
         again = self.checkpoint_core_attention and self.training
         attended = checkpoint(attend, False, heads) if again else attend(heads)
         out, bias = self.linear_proj(attended.unsqueeze(1))
         return out, bias
+
+    def _attend(self, heads: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        """heads [T, K, G + 2, H] or, with gates, [T, K, 2G + 2, H], as `ops.heads` says → [T, N·H]."""
+        core, gated = self.core_attention, self.config.attention_output_gate
+        table, norms = core.table(packed), (self.q_layernorm, self.k_layernorm)
+        if isinstance(norms[0], WideNorm):
+            query, key, value, gate = split_heads(heads, gated)
+            query, key = norms[0](query).flatten(1, 2), norms[1](key)
+            query, key = (query, key) if table is None else rotated(query, key, table)
+        else:
+            of_heads = norms if isinstance(norms[0], Norm) else None
+            query, key, value, gate = made_heads(heads, table, of_heads, gated)
+        attended = core.attend(query, key, value, packed)
+        return attended if gate is None else let_through(attended, gate)

@@ -17,6 +17,7 @@ from omni.models.layer_moments import (
     WeightGradient,
     Weights,
     attention_steps,
+    behind_steps,
     feed_forward_steps,
     normed_steps,
 )
@@ -85,12 +86,14 @@ def products(stack: Layer, rows: Routed) -> Iterator[WeightGradient]:
 def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights: Weights) -> Iterator[int]:
     """A layer, from the gradient of its output to that of its input. Router and experts have `kept` bytes."""
     out, made, learning = stack.stream(seen.tokens), 0, Learning(weights, {})
+    yield from behind_steps(stack, seen.tokens)
     for step in _routed_steps(stack, out, rows, weights):
         made += step
         yield step
     # All else that router and experts have kept is gone, and the gradient of their input is there.
     later = sum(product.gone for product in products(stack, rows)) * (weights is Weights.LATER)
     yield out - kept + later - made
+    yield -out * _goes_first(stack)
     if stack.ffn:
         yield from feed_forward_steps(stack, seen.tokens, learning)
         yield out
@@ -99,14 +102,21 @@ def expert_steps(stack: Layer, seen: Attended, rows: Routed, kept: int, weights:
     frees = weights is not Weights.LATER or stack.ffn == 0
     waits = stack.puts_off_gradient(weights is Weights.LATER)
     yield from normed_steps(stack, seen.tokens, frees, waits or stack.holds_gradient)
+    yield from behind_steps(stack, seen.tokens)
     yield from attention_steps(stack, seen, learning)
     waits = replace(stack, ffn=1).puts_off_gradient(weights is Weights.LATER)
     yield from normed_steps(stack, seen.tokens, learning.frees("linear_qkv"), waits)
 
 
+def _goes_first(stack: Layer) -> bool:
+    """Whether the gradient that a norm behind has made goes first: no shared expert takes it."""
+    return stack.norms != "before" and not stack.ffn
+
+
 def _routed_steps(stack: Layer, out: int, rows: Routed, weights: Weights) -> Iterator[int]:
     own, sent = (count * stack.hidden * stack.element for count in (rows.rows, rows.sent))
     yield sent or own
+    yield -out * _goes_first(stack)
     if sent:
         yield own
         yield -sent

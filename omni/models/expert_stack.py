@@ -21,7 +21,6 @@ from omni.models.forward_moments import Tape, attention_half, expert_half
 from omni.models.layer_moments import WeightGradient, Weights, half_products, most_of_products
 from omni.models.pieces import Linears
 from omni.models.stack import (
-    BETWEEN,
     Stack,
     activation_bytes,
     over_layers,
@@ -144,7 +143,7 @@ class ExpertStack:
                 *self.dense.exchanges(load, forward=True),
                 *self._routed(load, forward=True),
             ),
-            kept=self.layers * kept,
+            kept=self.layers * kept + (0 if "out" in made.held else out),
             workspace=max(sums, on_their_way, made.most - kept),
             passing=out * (1 + (self.layers > 1))
             + max(alone.most, self._on_their_way(load, graph=False) + out),
@@ -210,7 +209,7 @@ class ExpertStack:
         divided = (*dense.attention_linears(), *self._shared())
         whole = ((dense.hidden, self.experts), *dense.feed_forward_linears(self.ffn) * self.local)
         weights = sum(i * o for i, o in divided) // self.tp + sum(i * o for i, o in whole)
-        return BETWEEN * self.stream(tokens) + tokens * moved // self.tp + weights * self.element
+        return dense.between_bytes(tokens) + tokens * moved // self.tp + weights * self.element
 
     # Tokens to experts and back.
 

@@ -73,8 +73,13 @@ def layer_forward(stack: Layer, seen: Attended, tape: Tape) -> Tape:
 
 
 def attention_half(stack: Layer, seen: Attended, tape: Tape) -> None:
-    """Norm and attention; then the sum with what went around it, the "residual", and the norm of that."""
-    _norm(stack, seen.tokens, tape, "1")
+    """Norm and attention; then the sum with what went around it, the "residual", and the norm of that. A half
+    without a norm ahead takes in the stream itself.
+    """
+    if stack.norms == "after":
+        tape.make("input", stack.stream(seen.tokens) * (not _keeps_stream(stack, tape)))
+    else:
+        _norm(stack, seen.tokens, tape, "1")
     if stack.latent is not None:
         between = stack.between(seen.tokens)
         tape.make("attended", stack.latent.kept(seen.tokens, between, stack.tp, stack.element))
@@ -86,24 +91,30 @@ def attention_half(stack: Layer, seen: Attended, tape: Tape) -> None:
         (_, first), (attended, _) = stack.attention_linears()
         _first_linear(stack, seen.tokens, tape, "linear_qkv", seen.tokens * first // stack.tp)
         output = seen.tokens * attended // stack.tp * stack.element
-        heads_forward(stack, seen.tokens, tape, output)
         held = _core(stack, seen, tape, output)
     _summed(stack, seen.tokens, tape, "linear_proj", "proj")
     for name, saved in held.items():
         tape.drop(name, saved=saved)
     tape.enter("linear_qkv")
+    _sums_behind(stack, seen.tokens, tape, "proj")
     tape.make("residual", stack.stream(seen.tokens))
-    _norm(stack, seen.tokens, tape, "2")
-    tape.drop("proj")
+    tape.drop("input")
+    if stack.norms == "before":
+        _norm(stack, seen.tokens, tape, "2")
+    tape.drop("proj", "sums of proj", saved=stack.norms != "before")
+    if stack.norms == "around":
+        _norm(stack, seen.tokens, tape, "2")
 
 
 def feed_forward_half(stack: Layer, tokens: int, tape: Tape) -> None:
     """The feed-forward, and the layer's output."""
     feed_forward(stack, tokens, tape)
     tape.enter("linear_fc1")
+    _sums_behind(stack, tokens, tape, "fc2")
     tape.make("out", stack.stream(tokens))
-    tape.drop("fc2")
-    tape.drop("residual", saved=True)
+    tape.drop("fc2", "sums of fc2", saved=stack.norms != "before")
+    tape.drop("residual", saved=stack.norms != "after" or "linear_fc1" in tape.learn)
+    _leave(stack, tape)
 
 
 def expert_half(stack: Layer, tokens: int, tape: Tape) -> None:
@@ -111,9 +122,13 @@ def expert_half(stack: Layer, tokens: int, tape: Tape) -> None:
     if stack.ffn:
         feed_forward(stack, tokens, tape)
     tape.drop("norm 2", saved=True)
+    if stack.norms != "before":
+        tape.make("mixed", stack.stream(tokens))
+        _sums_behind(stack, tokens, tape, "mixed")
     tape.make("out", stack.stream(tokens))
     tape.drop("fc2")
-    tape.drop("residual", saved=True)
+    tape.drop("mixed", "sums of mixed", "residual", saved=True)
+    _leave(stack, tape)
 
 
 def feed_forward(stack: Layer, tokens: int, tape: Tape) -> None:
@@ -131,6 +146,25 @@ def _norm(stack: Layer, tokens: int, tape: Tape, number: str) -> None:
     tape.make(f"sums {number}", sums)
     tape.make(f"norm {number}", stack.stream(tokens))
     tape.drop(f"sums {number}", saved=True)
+
+
+def _leave(stack: Layer, tape: Tape) -> None:
+    """Hand the output on to a layer that may not keep it."""
+    if tape.graph and not _keeps_stream(stack, tape):
+        tape.drop("out")
+
+
+def _keeps_stream(stack: Layer, tape: Tape) -> bool:
+    """Whether a layer keeps what it takes in, which is all that it does with it but to add to it: a norm
+    ahead does, and so does a linear that learns.
+    """
+    return stack.norms != "after" or not tape.graph or "linear_qkv" in tape.learn
+
+
+def _sums_behind(stack: Layer, tokens: int, tape: Tape, name: str) -> None:
+    """What the norm behind a half keeps of it, beside all that the half put out."""
+    if stack.norms != "before":
+        tape.make(f"sums of {name}", stack.between(tokens) * len(stack.one_norm) * FP32)
 
 
 def _first_linear(stack: Layer, tokens: int, tape: Tape, name: str, numbers: int) -> None:
@@ -156,49 +190,56 @@ def _summed(stack: Layer, tokens: int, tape: Tape, linear: str, name: str) -> No
     tape.drop(f"{linear} inner", saved=linear in tape.learn)
 
 
-def heads_forward(stack: Layer, tokens: int, tape: Tape, output: int) -> None:
-    """Queries, of as many bytes as the `output` of attention, and keys by heads, normed where they are. These
-    are not computed anew with attention alone.
-    """
-    heads, kv_heads = stack.heads // stack.tp, stack.kv_heads // stack.tp
-    if stack.qk_norm:
-        # Queries of several groups lie apart from their keys and values, so they are copied together.
-        tape.make("queries", output if kv_heads > 1 and heads > kv_heads else 0)
-        tape.make("sums of heads", tokens * (heads + kv_heads) * FP32)
-        tape.make("normed heads", tokens * (heads + kv_heads) * stack.head_dim * stack.element)
-        tape.drop("sums of heads", saved=True)
-
-
 def _core(stack: Layer, seen: Attended, tape: Tape, output: int) -> dict[str, bool]:
-    """Rotation and attention. Returns what the caller holds until the linear behind is done, and whether a
-    graph keeps it.
+    """Queries and keys as they attend, attention, and what gates let through of it. Returns what the caller
+    holds until the linear behind is done, and whether a graph keeps it.
     """
     heads, kv_heads, size = stack.heads // stack.tp, stack.kv_heads // stack.tp, stack.head_dim
     anew = stack.recompute == "selective"
     keeps = tape.graph and not anew  # what attention takes in and puts out, beside what it began with
+    if stack.wide_norms:
+        _wide_norms(stack, seen.tokens, tape, keeps)
     tape.make("rotated", seen.tokens * (heads + kv_heads) * size * stack.element)
+    tape.drop("normed queries", "normed keys")
     if seen.into:
         _shared(stack, seen, tape, keeps)
     if not seen.into or seen.local:
         tape.make("attended", output)
     if seen.into:
         tape.drop("local", "early out", "late out", "tile out", saved=keeps)
-        tape.drop("shared", "shared out", "rotated")
+        tape.drop("shared", "shared out")
     else:
         tape.make("sums", seen.tokens * heads * FP32)
-        tape.drop("sums", "rotated", saved=keeps)
+        tape.drop("sums", saved=keeps)
+    if stack.output_gate:
+        tape.make("let through", output)
+        tape.drop("attended", saved=keeps)
+    tape.drop("rotated", saved=keeps and not seen.into)
+    learns = "linear_proj" in tape.learn
+    out = {"attended": (keeps and not seen.into) or learns}
     return {
-        "normed heads": anew,
-        "queries": True,
-        "linear_qkv out": anew or stack.qk_norm or not seen.into,
-        "attended": (keeps and not seen.into) or "linear_proj" in tape.learn,
+        "linear_qkv out": anew or stack.qk_norm or stack.output_gate or not seen.into,
+        **({"let through": learns} if stack.output_gate else out),
     }
+
+
+def _wide_norms(stack: Layer, tokens: int, tape: Tape, keeps: bool) -> None:
+    """Norms of all queries together and of all keys: numbers in single precision, and times what they divide
+    by; then the result. These factors are kept.
+    """
+    for name, heads in (("queries", stack.heads), ("keys", stack.kv_heads)):
+        numbers = tokens * heads // stack.tp * stack.head_dim
+        tape.make(f"factors of {name}", tokens * FP32)
+        tape.make("exact", 2 * numbers * FP32)
+        tape.make(f"normed {name}", numbers * stack.element)
+        tape.drop("exact")
+    tape.drop("factors of queries", "factors of keys", saved=keeps)
 
 
 def core_forward(stack: Layer, seen: Attended, tape: Tape, output: int) -> Tape:
     """Rotation and attention alone, of queries, keys and values that are there."""
     for name, saved in _core(stack, seen, tape, output).items():
-        tape.drop(name, saved=saved or name == "attended")
+        tape.drop(name, saved=saved or name != "linear_qkv out")
     return tape
 
 

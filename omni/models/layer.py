@@ -97,9 +97,19 @@ class Layer(LayerSizes):
 
     def puts_off_gradient(self, later: bool) -> bool:
         """Whether the gradient of the layer's output waits, if those of weights are made `later`: not where
-        ranks gather it, nor where experts alone take it.
+        ranks gather it, nor where a norm or experts alone take it.
         """
-        return later and self.ffn > 0 and not (self.splits_tokens and self.tp > 1)
+        return later and self.ffn > 0 and self.norms == "before" and not self.gathers
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks that divide the tokens gather them ahead of linears."""
+        return self.splits_tokens and self.tp > 1
+
+    @property
+    def wide_norms(self) -> bool:
+        """Whether all heads of queries are normed together, and all of keys."""
+        return self.qk_norm_over == "all"
 
     def between(self, tokens: int) -> int:
         """Return t of T."""
@@ -133,7 +143,7 @@ class Layer(LayerSizes):
         qkv = attended * (2 if self.output_gate else 1) + 2 * self.kv_heads * self.head_dim // self.tp
         # Ranks norm different heads.
         of_heads = norm_weights(self.head_dim, self.norm, self.tp > 1) * (2 * self.qk_norm)
-        if self.qk_norm_over == "all":
+        if self.wide_norms:
             of_heads = plain(attended, self.kv_heads * self.head_dim // self.tp)
         sinks = plain(self.heads // self.tp) if self.sinks else ()
         output = self.summed_linear(attended, self.hidden * (self.bias or self.output_bias))

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from omni.models.adapters import Adapter
-from omni.models.forward_moments import KEPT_OF_SHARED, Tape, core_forward, heads_forward
+from omni.models.forward_moments import KEPT_OF_SHARED, Tape, core_forward
 from omni.models.layer import Layer
 from omni.models.pieces import Linears
 from parallel.work import FP32, INT32, Attended, Grad
@@ -79,18 +79,33 @@ def half_products(stack: Layer, half: Linears, tokens: int) -> Iterator[WeightGr
 
 def backward_steps(stack: Layer, seen: Attended, learning: Learning) -> Iterator[int]:
     """A layer, from the gradient of its output to that of its input."""
+    yield from behind_steps(stack, seen.tokens)
     yield from feed_forward_steps(stack, seen.tokens, learning)
     waits = stack.puts_off_gradient(learning.weights is Weights.LATER)
     yield from normed_steps(stack, seen.tokens, learning.frees("linear_fc1"), waits or stack.holds_gradient)
+    yield from behind_steps(stack, seen.tokens)
     yield from attention_steps(stack, seen, learning)
     yield from normed_steps(stack, seen.tokens, learning.frees("linear_qkv"), waits)
 
 
+def behind_steps(stack: Layer, tokens: int) -> Iterator[int]:
+    """A norm behind a half, if there is one: the gradient of what the half put out, which is gone with it."""
+    if stack.norms != "before":
+        out = stack.stream(tokens)
+        yield out
+        yield -out - stack.between(tokens) * len(stack.one_norm) * FP32
+
+
 def normed_steps(stack: Layer, tokens: int, frees: bool, stays: bool) -> Iterator[int]:
     """A norm, whose output goes with the linear behind it if that `frees` it, together with the sum with what
-    went around both. The gradient from behind may stay, for the gradient of a weight.
+    went around both. The gradient from behind may stay, for the gradient of a weight. Without a norm, the
+    linear takes in the stream.
     """
     out = stack.stream(tokens)
+    if stack.norms == "after":
+        yield out * stays
+        yield -out - out * frees
+        return
     yield out - out * frees
     yield -3 * out - stack.between(tokens) * len(stack.one_norm) * FP32 + out * stays
 
@@ -99,7 +114,7 @@ def _linear(stack: Layer, name: str, tokens: int, outputs: int, learning: Learni
     """A linear whose input all ranks gathered: gradients of that, of own tokens, and of the weight."""
     weights, adapter = learning.weights, learning.adapters.get(name)
     whole = tokens * stack.hidden * stack.element
-    gathers = stack.splits_tokens and stack.tp > 1
+    gathers = stack.gathers
     if adapter is not None:
         yield from _adapted(adapter, tokens)
     yield whole
@@ -118,7 +133,7 @@ def _linear(stack: Layer, name: str, tokens: int, outputs: int, learning: Learni
 def _summed(stack: Layer, name: str, tokens: int, inputs: int, learning: Learning) -> Iterator[int]:
     """A linear whose outputs are summed over ranks: gathered gradients, those of its input and its weight."""
     weights, adapter = learning.weights, learning.adapters.get(name)
-    gathered = tokens * stack.hidden * stack.element if stack.splits_tokens and stack.tp > 1 else 0
+    gathered = tokens * stack.hidden * stack.element if stack.gathers else 0
     taken = tokens * inputs // stack.tp * stack.element
     yield gathered
     if adapter is not None:
@@ -133,6 +148,8 @@ def _summed(stack: Layer, name: str, tokens: int, inputs: int, learning: Learnin
         weight = inputs * stack.hidden // stack.tp * stack.element
         yield weight
         yield -gathered - taken - weight
+    if stack.norms != "before" and (weights is not Weights.LATER or stack.gathers):
+        yield -stack.stream(tokens)  # the gradient that a norm behind has made
 
 
 def _adapted(adapter: Adapter, tokens: int) -> Iterator[int]:
@@ -184,37 +201,51 @@ def attention_steps(stack: Layer, seen: Attended, learning: Learning) -> Iterato
 
 
 def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -> Iterator[int]:
-    """From the gradient of what attention puts out to that of queries, keys and values."""
+    """From the gradient of what attention, or its gates, put out to that of queries, keys and values."""
     heads, kv_heads = stack.heads // stack.tp, stack.kv_heads // stack.tp
     qkv = seen.tokens * (heads + 2 * kv_heads) * stack.head_dim * stack.element
-    anew = stack.recompute == "selective"
+    gate = output * stack.output_gate
+    anew, shared = stack.recompute == "selective", bool(seen.into)
+    wide = stack.wide_norms
+    to_end = anew or (
+        stack.qk_norm and not wide
+    )  # so long the tensor of all heads is kept, for its own gradient
+    inside = bool(gate) or not anew  # what attention puts out is not what is computed anew
     made = core_forward(stack.keeping, seen, Tape(True, ()), output)
-    by_heads = Tape(True, ())
-    heads_forward(stack, seen.tokens, by_heads, output)
     if anew:
         yield made.most
         yield made.now - made.most
-    elif learning.frees("linear_proj") and not seen.into:
+    elif learning.frees("linear_proj") and not shared and not gate:
         yield output  # the linear behind has let go of it, attention has not
-    gone = made.now - output
-    if stack.qk_norm and not anew:
-        gone += by_heads.of("queries", "sums of heads")
-    held = anew or not seen.into  # the gradient of what attention put out, to the end
-    if seen.into:
-        yield from _shared_steps(stack, seen, output, output * held)
+    if gate:
+        yield 2 * gate
+        yield -gate * (not anew) - gate * shared
+        yield -(qkv + gate) * (shared and not to_end and not wide)
+    gone = made.now - output - gate
+    if shared:
+        yield from _shared_steps(stack, seen, output, output * (not inside))
         gone -= made.of(*KEPT_OF_SHARED)
     else:
         yield from _kernel_steps(stack, qkv, seen.tokens * heads)
-    yield -gone
-    if stack.qk_norm:
-        yield output  # through the rotation
-        yield -output
-    if anew or (not seen.into and learning.weights is not Weights.LATER):
-        yield -output
-    yield -output * held
-    yield -qkv * (anew or stack.qk_norm or not seen.into) - by_heads.now * anew
-    yield qkv
-    yield -qkv
+    # The gradient of what attention put out goes with this, but not what a linear needs later.
+    waits = not gate and learning.weights is Weights.LATER
+    yield -gone - output * (2 - waits) * (inside and not shared)
+    if wide:
+        yield from _wide_steps(output, (qkv - output) // 2, FP32 // stack.element)
+    yield -(qkv + gate) * (not to_end and (wide or not shared))
+    yield qkv + gate
+    yield -(qkv + gate) * (1 + to_end) - 2 * output * anew
+
+
+def _wide_steps(queries: int, keys: int, exact: int) -> Iterator[int]:
+    """The backward of a rotation and, of keys and then of queries, that of a norm of all of them: three
+    tensors in single precision, of `exact` times as many bytes.
+    """
+    yield queries + keys
+    yield -queries - keys
+    for own in (keys, queries):
+        yield 3 * exact * own
+        yield -3 * exact * own
 
 
 def _kernel_steps(stack: Layer, made: int, rows: int) -> Iterator[int]:

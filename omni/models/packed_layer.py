@@ -13,7 +13,14 @@ import torch
 
 from omni.models.feed_forward import FeedForward
 from ops.norm import Norm, with_bias
-from parallel.megatron import MLP, ModuleSpec, ProcessGroupCollection, TransformerConfig, TransformerLayer
+from parallel.megatron import (
+    MLP,
+    IdentityOp,
+    ModuleSpec,
+    ProcessGroupCollection,
+    TransformerConfig,
+    TransformerLayer,
+)
 from parallel.packed import PackedTokens
 
 
@@ -72,12 +79,17 @@ class NormedLayer(PackedLayer):
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
         """As that of a `PackedLayer`."""
-        stream = hidden_states
-        attended = self.self_attention(self.input_layernorm(stream), packed_seq_params=packed_seq_params)
-        stream = stream + self.post_attention_layernorm(_whole(*attended))
-        fed = self.mlp(self.pre_mlp_layernorm(stream), padding_mask=padding_mask)
-        return stream + self.post_mlp_layernorm(_whole(*fed)), None
+        stream, normed = _enter(self.input_layernorm, hidden_states)
+        attended = self.self_attention(normed, packed_seq_params=packed_seq_params)
+        del normed  # each goes as soon as nobody needs it
+        stream = self.post_attention_layernorm.leave(stream, *attended)
+        del attended
+        stream, normed = _enter(self.pre_mlp_layernorm, stream)
+        fed = self.mlp(normed, padding_mask=padding_mask)
+        del normed
+        return self.post_mlp_layernorm.leave(stream, *fed), None
 
 
-def _whole(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return out if bias is None else out + bias
+def _enter(norm: Norm | IdentityOp, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A stream [t, 1, D], to go around a half of the layer and into it, through a norm if there is one."""
+    return norm.enter(stream) if isinstance(norm, Norm) else (stream, stream)

@@ -44,6 +44,8 @@ BETWEEN = 10
 """Times that a pass of a layer reads or writes the stream between its halves, at most: a forward nine times
 (a norm, a sum with its norm, a sum), a backward eight, and for gradients of biases.
 """
+BEHIND = 4
+"""How often more where norms are behind the halves: a backward fourteen times, of four norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class Stack(Layer):
         alone = self.made(load, graph=False)
         made = alone if self.recompute == "full" else self.made(load)
         kept = made.now
+        last = self.stream(load.tokens) if "out" not in made.held else 0  # which layers do not keep
         return Work(
             flops=of_linears + of_adapters + self.attention_flops(load),
             frozen_flops=of_linears if self.lora is not None else 0,
@@ -74,7 +77,7 @@ class Stack(Layer):
                 *self.of_norms(load),
                 *self.exchanges(load, forward=True),
             ),
-            kept=self.layers * kept,
+            kept=self.layers * kept + last,
             workspace=made.most - kept,
             passing=self.stream(load.tokens) * (1 + (self.layers > 1)) + alone.most,
             launches=self.layers,
@@ -138,11 +141,12 @@ class Stack(Layer):
             return self.forward(load)
         if self.delta is not None:
             return Work()  # its rule is made anew whatever is kept of the rest
-        return Work(flops=self.attention_flops(load), collectives=self.exchanges(load, forward=True))
+        collectives = (*self.of_norms(load), *self.exchanges(load, forward=True))
+        return Work(flops=self.attention_flops(load), collectives=collectives)
 
     def of_norms(self, load: Load) -> tuple[Collective, ...]:
         """Sums of squares over all heads of queries and of keys, or of the gradients of these sums."""
-        if self.qk_norm_over == "head":
+        if not self.wide_norms:
             return ()
         return all_reduce("tp", load.tokens * FP32, self.tp, 2 * self.layers)
 
@@ -204,10 +208,14 @@ class Stack(Layer):
     def _layer_bytes(self, linears: Linears, tokens: int) -> int:
         between = tokens * (activation_bytes(linears, self) + pointwise_bytes(self, self.ffn)) // self.tp
         return (
-            BETWEEN * self.stream(tokens)
+            self.between_bytes(tokens)
             + between
             + sum(linear_bytes(0, i, o, self.element) for i, o in linears) // self.tp
         )
+
+    def between_bytes(self, tokens: int) -> int:
+        """Bytes that a pass of a layer moves between its halves."""
+        return (BETWEEN + BEHIND * (self.norms != "before")) * self.stream(tokens)
 
     def products(self, load: Load) -> list[WeightGradient]:
         """Gradients of a layer's weights that are put off, in the order in which they are made: none where

@@ -1,11 +1,14 @@
-"""A norm of all heads of queries, or of keys, together, which tensor-parallel ranks divide among them."""
+"""A norm of all heads of queries, or of keys, together, which tensor-parallel ranks divide among them.
+
+Shapes: T tokens, N heads of this rank in any number of dimensions, H head size.
+"""
 
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from parallel.megatron import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
+from ops.totals import totals_of
 
 
 class WideNorm(torch.nn.Module):
@@ -31,12 +34,49 @@ class WideNorm(torch.nn.Module):
         self.weight.partition_dim = 0  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, 1, N, H], this rank's heads → the same."""
-        exact = torch.float64 if x.dtype == torch.float64 else torch.float32
-        own = x.flatten(-2).to(exact)
-        squares = own.square().sum(-1, keepdim=True)
-        if self.group.size() > 1:
-            squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
-            squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
-        normed = own * torch.rsqrt(squares / self.width + self.eps)
-        return (normed * (self.weight.to(exact) + self.offset)).to(x.dtype).view_as(x)
+        """[T, N, H] → the same."""
+        settings = self.offset, self.eps, self.width, self.group
+        normed: torch.Tensor = _Normed.apply(x, self.weight, *settings)
+        return normed
+
+
+class _Normed(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        offset: float,
+        eps: float,
+        width: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        own = _exact(x)
+        scale = torch.rsqrt(_summed(own.square(), group) / width + eps)
+        ctx.save_for_backward(x, scale)
+        ctx.weight, ctx.offset, ctx.width, ctx.group = weight, offset, width, group
+        return (own * scale).mul_(weight.to(own.dtype) + offset).to(x.dtype).view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        grad, normed = _exact(grads[0]), _exact(x) * scale
+        (total,), (of_weight,) = totals_of([ctx.weight])
+        total.add_((grad * normed).sum(0))
+        grad = grad * (ctx.weight.to(grad.dtype) + ctx.offset)
+        along = _summed(grad * normed, ctx.group) / ctx.width
+        of_x = grad.sub_(normed.mul_(along)).mul_(scale).to(x.dtype).view(x.shape)
+        return of_x, of_weight, None, None, None, None
+
+
+def _exact(x: torch.Tensor) -> torch.Tensor:
+    """[T, N, H] → [T, N · H] in single precision at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).flatten(1)
+
+
+def _summed(numbers: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[T, n] → the sums of all ranks of the group, [T, 1]."""
+    sums = numbers.sum(-1, keepdim=True)
+    if group.size() > 1:
+        dist.all_reduce(sums, group=group)
+    return sums

@@ -27,7 +27,8 @@ _NAMES = """
     scatter_ scatter_add_ tril triu _log_softmax _log_softmax_backward_data _softmax
     _softmax_backward_data nll_loss_forward native_layer_norm _fused_rms_norm addmm addmm_ baddbmm
     baddbmm_ bmm convolution mm
-    gated gated_backward biased norm add_norm with_bias rotate rotate_joined logit_sums logit_gradients
+    gated gated_backward biased let_through let_through_backward norm add_norm norm_add with_bias heads
+    logit_sums logit_gradients
 """
 _ONE = frozenset(_NAMES.split())
 _BLOCKS, _CHUNK = 320, 65_536  # MultiTensorApply.cuh, with 4 KB for the arguments of a kernel
@@ -137,6 +138,7 @@ _MORE: dict[str, Callable[[tuple[Any, ...]], int | None]] = {
     "grouped_mm": _two,
     # ops/kernels: of rows, and the sums of what they leave for parameters.
     **dict.fromkeys(("norm_backward", "biased_backward"), _two),
+    "heads_backward": lambda args: 1 + bool(args[7]),  # where there are parameters of norms
     "convolution_backward": lambda args: sum(args[-1]),  # of each gradient that is asked for
     "nonzero_static": lambda args: 4 + (args[0].dim() > 1),  # Nonzero.cu: sums, their sums, places, the rest
     "topk": _two,  # TensorTopK.cpp: found, then sorted

@@ -1,5 +1,6 @@
 """What is between the linears of a feed-forward, and its gradients: the product of a gate and what it lets
-through, or the activation of a sum with a bias. Numbers are computed in fp32 and rounded once.
+through, or the activation of a sum with a bias; and gates of what attention puts out. Numbers are computed in
+fp32 and rounded once.
 
 Shapes: T tokens, F width, P programs that walk the rows of a backward; a row of a gate's `x` [T, 2F] holds
 the F gates and then the F others.
@@ -9,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ops.kernels.columns import column_sums
+from ops.kernels.columns import add_columns
 
 _BLOCK = 1024  # numbers of a row that a program has
 _PROGRAMS = 528  # of a backward that sums over rows: four for each multiprocessor of an H100
@@ -122,6 +123,29 @@ def _biased_backward(  # type: ignore[no-untyped-def]
     tl.store(partials + tl.program_id(0) * width + column, tl.sum(of_bias, 0), in_width)
 
 
+@triton.jit
+def _let_through(  # type: ignore[no-untyped-def]
+    x, gate, grad, out, of_gate, width, by_token, by_group, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What gates let through of x or, where there is `grad`, of that, with the gradient of the gates. Gates
+    of a token lie in groups of GROUP numbers.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    place = token * width + column
+    at = gate + token * by_token + column // GROUP * by_group + column % GROUP
+    share = tl.sigmoid(tl.load(at, inside).to(tl.float32))
+    numbers = tl.load(x + place, inside).to(tl.float32)
+    if grad is None:
+        tl.store(out + place, (numbers * share).to(out.dtype.element_ty), inside)
+    else:
+        of_product = tl.load(grad + place, inside).to(tl.float32)
+        tl.store(out + place, (of_product * share).to(out.dtype.element_ty), inside)
+        of_share = of_product * numbers * share * (1.0 - share)
+        tl.store(of_gate + place, of_share.to(of_gate.dtype.element_ty), inside)
+
+
 def gated(x: torch.Tensor, kind: str, clamp: float | None, offset: float) -> torch.Tensor:
     """x [T, 2F], contiguous → [T, F]. See `ops.gates.gated`."""
     rows, width = x.shape[0], x.shape[1] // 2
@@ -157,22 +181,54 @@ def biased(x: torch.Tensor, bias: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def biased_backward(
-    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad [T, F] of the activation and x [T, F], contiguous, and bias [F] → the gradient of x, and in fp32
-    that of the bias.
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, kind: str, total: torch.Tensor
+) -> torch.Tensor:
+    """grad [T, F] of the activation and x [T, F], contiguous, and bias [F] → the gradient of x; that of the
+    bias is added to `total` [F].
 
     Sums over rows are added up in an order that depends on T and F alone.
     """
     rows, width = x.shape
     out = torch.empty_like(x)
     if not out.numel():
-        return out, torch.zeros(width, dtype=torch.float32, device=x.device)
+        return out
     at_once, block = _WALKED
     blocks = triton.cdiv(width, block)
     programs = min(max(_PROGRAMS // blocks, 1), triton.cdiv(rows, at_once))
-    partials = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    partials = torch.empty(programs, 1, width, dtype=torch.float32, device=x.device)
     _biased_backward[(programs, blocks)](
         grad, x, bias, out, partials, rows, width, kind, at_once, block, num_warps=_WARPS
     )
-    return out, column_sums(partials)
+    add_columns(partials, [total])
+    return out
+
+
+def let_through(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x [T, K·G·H], contiguous, and gate [T, K, G, H], in its last two dimensions → x · sigmoid(gate)."""
+    out = torch.empty_like(x)
+    _launch(x, gate, None, out, None)
+    return out
+
+
+def let_through_backward(
+    grad: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """grad and x [T, K·G·H], contiguous, and gate as in `let_through` → the gradients of x and gate."""
+    out, of_gate = torch.empty_like(x), gate.new_empty(gate.shape)
+    _launch(x, gate, grad, out, of_gate)
+    return out, of_gate
+
+
+def _launch(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    grad: torch.Tensor | None,
+    out: torch.Tensor,
+    of_gate: torch.Tensor | None,
+) -> None:
+    rows, width = x.shape
+    if x.numel():
+        steps = gate.stride()[:2]
+        _let_through[(rows, triton.cdiv(width, _BLOCK))](
+            x, gate, grad, out, of_gate, width, *steps, gate.shape[2] * gate.shape[3], _BLOCK
+        )

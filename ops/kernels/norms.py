@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of a stream, alone or with what is added to it before, and their gradients.
+"""RMSNorm and LayerNorm of a stream, alone or with what is added before or behind it, and their gradients.
 
 Numbers are computed in fp32 and rounded once. A program holds whole rows: one that is wide, or several that
 are not. How wide they are is compiled in, for loads are as broad as the width divides.
@@ -6,11 +6,13 @@ are not. How wide they are is compiled in, for loads are as broad as the width d
 Shapes: T tokens, D model width, P programs of a backward, n parameters that it makes gradients of.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
-from ops.kernels.columns import column_sums
+from ops.kernels.columns import add_columns
 
 _NUMBERS = 4096  # numbers that a program has at once, where a row has no more
 WIDEST = 16384  # rows that a program holds
@@ -19,7 +21,7 @@ _PROGRAMS = 264  # that walk the rows of a backward: two for each multiprocessor
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    x, out, bias, weight, shift, total, normed, mean, rstd, rows, eps, offset,
+    x, out, bias, around, weight, shift, total, normed, mean, rstd, rows, eps, offset,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -46,6 +48,8 @@ def _forward(  # type: ignore[no-untyped-def]
     result = numbers * scale[:, None] * factor[None, :]
     if shift is not None:
         result += tl.load(shift + column, in_width, 0.0).to(tl.float32)[None, :]
+    if around is not None:
+        result += tl.load(around + place, inside, 0.0).to(tl.float32)
     tl.store(normed + place, result.to(normed.dtype.element_ty), inside)
 
 
@@ -81,7 +85,8 @@ def _backward(  # type: ignore[no-untyped-def]
         if LAYER:
             result -= tl.sum(of_normed, 1)[:, None] / WIDTH
         result *= scale
-        result += tl.load(around + place, inside, 0.0).to(tl.float32)
+        if around is not None:
+            result += tl.load(around + place, inside, 0.0).to(tl.float32)
         if BIASED:
             of_bias += result
         tl.store(of_total + place, result.to(of_total.dtype.element_ty), inside)
@@ -101,7 +106,7 @@ def norm(
     With `shift` [D] it is a LayerNorm, without it an RMSNorm, whose means are [0]. The norm is multiplied by
     weight [D] + offset.
     """
-    _, normed, mean, rstd = _launched(x, None, None, weight, shift, eps, offset)
+    _, normed, mean, rstd = _launched(x, None, None, None, weight, shift, eps, offset)
     return normed, mean, rstd
 
 
@@ -115,49 +120,66 @@ def add_norm(
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """stream + (out + bias) [T, D], and what `norm` returns of it; all are contiguous."""
-    return _launched(stream, out, bias, weight, shift, eps, offset)
+    return _launched(stream, out, bias, None, weight, shift, eps, offset)
+
+
+def norm_add(
+    stream: torch.Tensor,
+    out: torch.Tensor,
+    weight: torch.Tensor,
+    shift: torch.Tensor | None,
+    eps: float,
+    offset: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """stream + the norm of out [T, D], and what else `norm` returns of out; both are contiguous."""
+    _, total, mean, rstd = _launched(out, None, None, stream, weight, shift, eps, offset)
+    return total, mean, rstd
 
 
 def norm_backward(
     grad: torch.Tensor,
-    around: torch.Tensor,
+    around: torch.Tensor | None,
     total: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
     weight: torch.Tensor,
     offset: float,
-    biased: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    totals: Sequence[torch.Tensor],
+) -> torch.Tensor:
     """Return the gradient of a norm's operand `total` [T, D], T > 0, from that of the norm, plus the one from
-    `around` it [T, D]; and in fp32 the gradients of parameters [n, D]: of weight, of shift if there are
-    means, and of what the operand was biased by if it was `biased`. All are contiguous.
+    `around` it [T, D] if there is one; and add to `totals` [D] the gradients of parameters: of weight, of
+    shift if there are means, and of what the operand was biased by, if there is one more. All are contiguous.
 
     Sums over rows are added up in an order that depends on T and D alone.
     """
     rows, width = total.shape
     layer = mean.numel() > 0
-    count = 1 + layer + biased
+    count = len(totals)
     of_total = torch.empty_like(total)
     at_once, block, warps = _tile(width)
     programs = min(_PROGRAMS, triton.cdiv(rows, at_once))
     partials = torch.empty(programs, count, width, dtype=torch.float32, device=total.device)
     _backward[(programs,)](
         grad, around, total, mean, rstd, weight, of_total, partials, rows, offset,
-        layer, biased, width, at_once, block, num_warps=warps,
+        layer, count > 1 + layer, width, at_once, block, num_warps=warps,
     )  # fmt: skip
-    return of_total, column_sums(partials.flatten(1)).view(count, width)
+    add_columns(partials, totals)
+    return of_total
 
 
 def _launched(
     x: torch.Tensor,
     out: torch.Tensor | None,
     bias: torch.Tensor | None,
+    around: torch.Tensor | None,
     weight: torch.Tensor,
     shift: torch.Tensor | None,
     eps: float,
     offset: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of x and what is added to it, which is x if nothing is, and what `norm` returns of it."""
+    """The sum of x and what is added to it, which is x if nothing is, and what `norm` returns of it, the norm
+    with what goes `around` it.
+    """
     rows, width = x.shape
     total = x if out is None else torch.empty_like(x)
     normed = torch.empty_like(x)
@@ -166,7 +188,7 @@ def _launched(
     if x.numel():
         at_once, block, warps = _tile(width)
         _forward[(triton.cdiv(rows, at_once),)](
-            x, out, bias, weight, shift, total, normed, mean, rstd, rows, eps, offset,
+            x, out, bias, around, weight, shift, total, normed, mean, rstd, rows, eps, offset,
             width, at_once, block, num_warps=warps,
         )  # fmt: skip
     return total, normed, mean, rstd

@@ -13,7 +13,8 @@ from omni.models.layers import transformer_config
 from omni.models.llm import llm_work
 from omni.models.llm_stage import LLMStage
 from omni.models.moe import CountingRouter, moe_settings
-from ops.rotary import Scaling, rotary_table, rotated
+from ops.heads import rotated
+from ops.rotary import Scaling, rotary_table
 from parallel.layout import Layout
 from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual_seed
 

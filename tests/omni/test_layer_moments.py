@@ -30,6 +30,8 @@ def random_layer(rng: Random, recompute: str) -> Stack:
         recompute=recompute,
         tp=tp,
         qk_norm=rng.random() < 0.5,
+        output_gate=rng.random() < 0.3,
+        norms=rng.choice(("before", "before", "around", "after")),
         splits_tokens=rng.random() < 0.7,
         element=2,
     )

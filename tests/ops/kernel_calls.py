@@ -76,6 +76,12 @@ def compiled(capability: int) -> Iterator[list[Any]]:
         yield kernels
 
 
+def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Numbers around 0.5, the same of a seed in any precision."""
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(shape, generator=generator) + 0.5).to(dtype)
+
+
 def assert_rounded(found: torch.Tensor, exact: torch.Tensor) -> None:
     """Assert that `found` is `exact`, in fp64, computed in fp32 and rounded once. In sums a number may be off
     by what the largest one is rounded by in fp32. The interpreter cuts bf16 off and does not round it.

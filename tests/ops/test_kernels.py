@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from kernel_calls import assert_rounded, launches, process_with
+from kernel_calls import assert_rounded, drawn, launches, process_with
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -24,11 +24,6 @@ ACTIVATED = {
 def interpreted() -> Iterator[Callable[..., Any]]:
     with process_with({"TRITON_INTERPRET": "1"}) as call:
         yield call
-
-
-def drawn(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.randn(shape, generator=generator) + 0.5).to(dtype)
 
 
 def normed_by(
@@ -64,7 +59,11 @@ def check_norms(dtype: torch.dtype, rows: int, width: int, layer: bool) -> None:
         total, *found = norms.add_norm(x, out, None, weight, shift, eps, offset)
         assert_rounded(total, x.double() + out.double())
         agree(tuple(found), total)
-    assert names == ["_forward"] * (3 if rows else 0)
+        total, *found = norms.norm_add(x, out, weight, shift, eps, offset)
+        normed, *statistics = normed_by(out.double(), *wide)
+        for one, exact in zip((total, *found), (x.double() + normed, *statistics), strict=True):
+            assert_rounded(one, exact)
+    assert names == ["_forward"] * (4 if rows else 0)
 
 
 def check_norm_backward(
@@ -85,13 +84,16 @@ def check_norm_backward(
     saved = [x.detach().float() for x in (mean, rstd)]
     if biased:
         parameters.append(of_exact.sum(0))
+    totals = [torch.ones(width) for _ in parameters]
     with launches() as names, patch.object(norms, "_PROGRAMS", programs or norms._PROGRAMS):
-        of_total, of_parameters = norms.norm_backward(grad, around, total, *saved, weight, offset, biased)
-    assert names == ["_backward", "_column_sums"]
-    assert (of_total.dtype, of_parameters.dtype) == (dtype, torch.float32)
+        of_total = norms.norm_backward(grad, around, total, *saved, weight, offset, totals)
+    assert names == ["_backward", "_add_columns"]
+    assert of_total.dtype == dtype
     assert_rounded(of_total, of_exact)
-    for one, gradient in zip(of_parameters, parameters, strict=True):
-        assert_rounded(one, gradient)
+    for one, gradient in zip(totals, parameters, strict=True):
+        assert_rounded(one, 1 + gradient)
+    alone = norms.norm_backward(grad, None, total, *saved, weight, offset, totals)
+    assert_rounded(alone, of_exact - around.double())
 
 
 def check_widest() -> None:
@@ -111,39 +113,6 @@ def check_sum(dtype: torch.dtype, rows: int, width: int) -> None:
         found = sums.summed(stream, out, bias)
     assert names == ["_add"] * bool(rows)
     assert_rounded(found, stream.double() + (out.double() + bias.double()))
-
-
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """[T, heads, H] in fp64, of which each pair is a complex number that is turned."""
-    half = cos.shape[-1]
-    pairs = torch.complex(x[..., :half].double(), x[..., half : 2 * half].double())
-    pairs = pairs * torch.complex(cos.double(), sign * sin.double())
-    return torch.cat([pairs.real, pairs.imag, x[..., 2 * half :].double()], dim=-1)
-
-
-def check_rotation(
-    dtype: torch.dtype, tokens: int, keys: int, group: int, size: int, half: int, sign: int
-) -> None:
-    from ops.kernels import rotation
-
-    joined = drawn(dtype, tokens, keys, group + 2, size + 8)[..., :size]
-    query, key, value = joined[:, :, :group], joined[:, :, group], joined[:, :, group + 1]
-    cos, sin = drawn(dtype, tokens, 1, half, seed=1), drawn(dtype, tokens, 1, half, seed=2)
-    heads = query.flatten(1, 2)
-    exact = [turned(x, cos, sin, sign) for x in (heads, key)]
-    with launches() as names:
-        for given in (query, heads):
-            found = rotation.rotate(given, key, cos, sin, sign)
-            for one, whole in zip(found, exact, strict=True):
-                assert one.is_contiguous()
-                assert_rounded(one, whole)
-    assert names == ["_rotate"] * (2 if tokens else 0)
-    with launches() as names:
-        back = rotation.rotate_joined(heads, key, value, cos, sin, sign)
-    assert names == ["_rotate"] * bool(tokens)
-    assert back.is_contiguous()
-    parts = [exact[0].unflatten(1, (keys, group)), exact[1].unsqueeze(2), value.double().unsqueeze(2)]
-    assert_rounded(back, torch.cat(parts, dim=2))
 
 
 def check_gates(dtype: torch.dtype, rows: int, width: int, kind: str, clamp: float | None) -> None:
@@ -170,12 +139,13 @@ def check_biased(dtype: torch.dtype, rows: int, width: int, kind: str, programs:
     exact, wide = x.double().requires_grad_(), bias.double().requires_grad_()
     out = ACTIVATED[kind](exact + wide)
     gradients = torch.autograd.grad(out, [exact, wide], grad.double())
+    total = torch.ones(width)
     with launches() as names, patch.object(gates, "_PROGRAMS", programs or gates._PROGRAMS):
         assert_rounded(gates.biased(x, bias, kind), out.detach())
-        found = gates.biased_backward(grad, x, bias, kind)
-    assert names == (["_biased", "_biased_backward", "_column_sums"] if rows else [])
-    assert [one.dtype for one in found] == [dtype, torch.float32]
-    for one, gradient in zip(found, gradients, strict=True):
+        of_x = gates.biased_backward(grad, x, bias, kind, total)
+    assert names == (["_biased", "_biased_backward", "_add_columns"] if rows else [])
+    assert of_x.dtype == dtype
+    for one, gradient in zip((of_x, total - 1), gradients, strict=True):
         assert_rounded(one, gradient)
 
 
@@ -219,26 +189,6 @@ def test_rows_that_a_program_just_holds(interpreted: Callable[..., Any]) -> None
 @pytest.mark.parametrize(("rows", "width"), SIZES)
 def test_sums(interpreted: Callable[..., Any], dtype: torch.dtype, rows: int, width: int) -> None:
     interpreted(check_sum, dtype, rows, width)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (0, 2, 4, 8, 4),
-        (1, 3, 1, 72, 36),
-        (3, 2, 4, 128, 64),
-        (3, 5, 7, 256, 32),
-        (3, 35, 1, 72, 20),
-        (3, 1, 3, 10, 3),
-        (33, 1, 1, 8, 4),
-    ],
-    ids=lambda sizes: "-".join(map(str, sizes)),
-)
-def test_rotations(interpreted: Callable[..., Any], dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    """Tokens, keys, heads of queries a key, size of a head, and half of what is rotated of it."""
-    for sign in (1, -1):
-        interpreted(check_rotation, dtype, *sizes, sign)
 
 
 @pytest.mark.parametrize("kind", ACTIVATED)

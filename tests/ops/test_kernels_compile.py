@@ -42,25 +42,36 @@ def check_norms(capability: int, dtype: torch.dtype, width: int) -> None:
     with compiled(capability) as kernels:
         norms.norm(x, weight, None, 1e-5, 0.0)
         norms.add_norm(x, x, weight, weight, weight, 1e-5, 1.0)
-        norms.norm_backward(x, x, x, mean, mean, weight, 1.0, True)
-        norms.norm_backward(x, x, x, mean[:0], mean, weight, 0.0, False)
-    check(kernels, ["_forward"] * 2 + ["_backward", "_column_sums"] * 2, capability)
+        norms.norm_add(x, x, weight, None, 1e-5, 1.0)
+        norms.norm_backward(x, x, x, mean, mean, weight, 1.0, [torch.empty(width)] * 3)
+        norms.norm_backward(x, x, x, mean[:0], mean, weight, 0.0, [weight])
+        norms.norm_backward(x, None, x, mean[:0], mean, weight, 0.0, [weight])
+    check(kernels, ["_forward"] * 3 + ["_backward", "_add_columns"] * 3, capability)
 
 
-def check_rotations(capability: int, keys: int, group: int, size: int, half: int) -> None:
-    from ops.kernels import rotation
+def check_heads(capability: int, keys: int, group: int, size: int, half: int) -> None:
+    from ops.kernels import gates, heads
 
-    joined = torch.empty(TOKENS, keys, group + 2, size, dtype=torch.bfloat16)
-    query, key, value = joined[:, :, :group], joined[:, :, group], joined[:, :, group + 1]
-    cos = torch.empty(TOKENS, 1, half, dtype=torch.bfloat16)
+    joined = torch.empty(TOKENS, keys, 2 * group + 2, size, dtype=torch.bfloat16)
+    query, gate, key, value = joined.split([group, group, 1, 1], dim=2)
+    query, key, value, weight = query, key.squeeze(2), value.squeeze(2), joined[0, 0, 0]
+    angles = [torch.empty(TOKENS, 1, half, dtype=torch.bfloat16)] * 2
     with compiled(capability) as kernels:
-        heads, key = rotation.rotate(query, key, cos, cos, 1)
-        rotation.rotate_joined(heads, key, value, cos, cos, -1)
-    check(kernels, ["_rotate"] * 2, capability)
+        for parameters in ([], [weight] * 2, [weight] * 4):
+            q, k = heads.heads(query, key, angles, parameters, 1e-5, 0.0, 1)
+            grads = q, k, value, gate if parameters else None
+            totals = [torch.empty(size)] * len(parameters)
+            heads.heads_backward(*grads, query, key, angles, parameters, 1e-5, 0.0, totals)
+        out = q.flatten(1)
+        gates.let_through(out, gate)
+        gates.let_through_backward(out, out, gate)
+    normed = ["_heads", "_backward", "_add_columns"] * 2
+    check(kernels, ["_heads", "_backward", *normed, "_let_through", "_let_through"], capability)
     for kernel in kernels:
         loads = re.findall(r"ld\.global[\w.:]*", kernel.asm["ptx"])
         assert loads
-        assert [load for load in loads if not re.search(r"\.v[24]", load)] == [], "numbers loaded one by one"
+        single = [load for load in loads if not re.search(r"\.v[24]", load)]
+        assert len(single) <= 8, "heads loaded number by number, as only weights may be"
 
 
 def check_sum_and_gates(capability: int, kinds: list[str]) -> None:
@@ -82,8 +93,8 @@ def check_biased(capability: int, kinds: list[str], width: int) -> None:
     with compiled(capability) as kernels:
         for kind in kinds:
             gates.biased(x, x[0], kind)
-            gates.biased_backward(x, x, x[0], kind)
-    check(kernels, ["_biased", "_biased_backward", "_column_sums"] * len(kinds), capability)
+            gates.biased_backward(x, x, x[0], kind, torch.empty(width))
+    check(kernels, ["_biased", "_biased_backward", "_add_columns"] * len(kinds), capability)
 
 
 @CAPABILITIES
@@ -98,8 +109,8 @@ def test_norms_in_single_precision(compiling: Callable[..., Any]) -> None:
 
 @CAPABILITIES
 @pytest.mark.parametrize("sizes", [(8, 4, 128, 64), (16, 1, 72, 36)], ids=["128", "72"])
-def test_rotations(compiling: Callable[..., Any], capability: int, sizes: tuple[int, ...]) -> None:
-    compiling(check_rotations, capability, *sizes)
+def test_heads(compiling: Callable[..., Any], capability: int, sizes: tuple[int, ...]) -> None:
+    compiling(check_heads, capability, *sizes)
 
 
 @CAPABILITIES
