@@ -43,6 +43,11 @@ GOALS: Mapping[str, float] = {
     "MoE layer of many experts, backward": 75,
     "bytes by the least, LLM layer of 1B": 1.25,
     "bytes by the least, LLM layer of 8B": 1.25,
+    "LLM layer with normed heads, forward": 12,
+    "LLM layer with normed heads, backward": 24,
+    "bytes by the least, LLM layer with normed heads": 1.25,
+    "bytes by the least, LLM layer with gated heads": 1.25,
+    "bytes by the least, LLM layer with norms around": 1.25,
     "bytes by the least, encoder layer": 1.25,
     "bytes by the least, loss of 8B": 1.25,
     "memory-bound time by products, 1B": 0.18,
@@ -56,6 +61,11 @@ GOALS: Mapping[str, float] = {
 BF16 = 2
 DENSE = ("model=llama3_1b_so400m", "launch.ranks=1")
 BIG = ("model=llama3_1b_so400m", "model/llm=llama3_8b", "data.step_samples=14")
+NORMED = {  # as of Qwen3, Qwen3.5's attention and Gemma 3
+    "normed heads": ("model.llm.qk_norm=true",),
+    "gated heads": ("model.llm.qk_norm=true", "model.llm.output_gate=true"),
+    "norms around": ("model.llm.qk_norm=true", "model.llm.norms=around"),
+}
 MOE = ("model.llm.moe.topk=2", "model.llm.moe.ffn=2048", "model.llm.moe.dense_layers=0")
 FIXED = (
     "~experiment",
@@ -158,12 +168,31 @@ def least_bytes(tokens: int, hidden: int, rotated: int, ffn: int, gated: bool) -
 
 
 def of_llm(name: str, one: Counted, two: Counted) -> Figures:
-    """Bytes of a dense layer of an LLM by the least, forward and backward together."""
+    """Bytes of a dense layer of an LLM by the least, forward and backward together.
+
+    The backward of a norm of heads reads them once more, and that of a norm behind a half, which is in the
+    sum, what the half put out, of which it writes the gradient. Gates are read with what they let through,
+    and their gradients written.
+    """
     sizes = one.spec.config.model.llm
     head = sizes.head_dim or sizes.hidden // sizes.heads
-    least = least_bytes(one.tokens, sizes.hidden, (sizes.heads + sizes.kv_heads) * head, sizes.ffn, True)
+    rotated = (sizes.heads + sizes.kv_heads) * head
+    least = sum(least_bytes(one.tokens, sizes.hidden, rotated, sizes.ffn, True))
+    more = rotated * sizes.qk_norm + 2 * 2 * sizes.hidden * (sizes.norms != "before")
+    more += (3 + 5) * sizes.heads * head * sizes.output_gate
     found = sum(layer(one, two, phase).bytes for phase in ("forward", "backward"))
-    return {f"bytes by the least, LLM layer of {name}": found / sum(least)}
+    return {f"bytes by the least, LLM layer {name}": found / (least + more * one.tokens * BF16)}
+
+
+def normed() -> Figures:
+    """Layers of the 1B with more norms than those ahead of its halves."""
+    figures: Figures = {}
+    for name, keys in NORMED.items():
+        one, two = step(*DENSE, *keys), step(*DENSE, *keys, layers=2)
+        for way in ("forward", "backward"):
+            figures[f"LLM layer with {name}, {way}"] = layer(one, two, way).total
+        figures |= of_llm(f"with {name}", one, two)
+    return figures
 
 
 def dense() -> Figures:
@@ -175,7 +204,7 @@ def dense() -> Figures:
             figures[f"{name} layer, {way}"] = layer(one, two, phase).total
     again = (*DENSE, "model.llm.recompute=selective")
     figures["LLM layer, backward, selective"] = layer(step(*again), step(*again, layers=2), "backward").total
-    figures |= of_llm("1B", one, two)
+    figures |= of_llm("of 1B", one, two)
     sizes = one.spec.config.model.encoders["image"]
     hidden, ffn = int(sizes["hidden"]), int(sizes["ffn"])
     least = least_bytes(one.encoded, hidden, 2 * hidden, ffn, False)
@@ -226,7 +255,7 @@ def experts(many: int) -> Figures:
 def eight() -> Figures:
     """A layer of the 8B, and what its last stage does beside layers: norm, output and loss."""
     one, two = step(*BIG, "launch.ranks=1"), step(*BIG, "launch.ranks=1", layers=2)
-    figures = of_llm("8B", one, two)
+    figures = of_llm("of 8B", one, two)
     last = step(*BIG, "launch.ranks=2", "layout.llm.pp=2", rank=1, layers=2)
     sizes = last.spec.config.model.llm
     added = {way: layer(one, two, way) for way in ("forward", "backward")}
@@ -266,7 +295,7 @@ def main() -> int:
     figures: Figures = {}
     unknown = ""
     try:
-        figures |= dense()
+        figures |= dense() | normed()
         figures |= (
             shared(figures) | experts(16 if given.quick else 64) | eight() | ({} if given.quick else whole())
         )
