@@ -143,7 +143,7 @@ class ExpertStack:
                 *self.dense.exchanges(load, forward=True),
                 *self._routed(load, forward=True),
             ),
-            kept=self.layers * kept + (0 if "out" in made.held else out),
+            kept=self.layers * kept + out * (not self.dense.keeps_stream(load)),
             workspace=max(sums, on_their_way, made.most - kept),
             passing=out * (1 + (self.layers > 1))
             + max(alone.most, self._on_their_way(load, graph=False) + out),

@@ -67,7 +67,7 @@ class Stack(Layer):
         alone = self.made(load, graph=False)
         made = alone if self.recompute == "full" else self.made(load)
         kept = made.now
-        last = self.stream(load.tokens) if "out" not in made.held else 0  # which layers do not keep
+        last = 0 if self.keeps_stream(load) else self.stream(load.tokens)
         return Work(
             flops=of_linears + of_adapters + self.attention_flops(load),
             frozen_flops=of_linears if self.lora is not None else 0,
@@ -243,6 +243,10 @@ class Stack(Layer):
         """What the forward of a layer makes, with a `graph` for its backward or nothing kept for one."""
         return layer_forward(self, load.seen, self.tape(load, graph=graph))
 
+    def keeps_stream(self, load: Load) -> bool:
+        """Whether each layer keeps what it takes in."""
+        return "out" in self.made(load, graph=self.recompute != "full").held
+
     def tape(self, load: Load, *, graph: bool) -> Tape:
         """An empty tape of a layer's forward. Where adapters learn, inputs of their linears alone are kept,
         where nothing does none.
@@ -262,7 +266,8 @@ class Stack(Layer):
         if self.recompute != "full":
             return start
         again = self.keeping.made(load)
-        return max(start + again.now, again.most)
+        output = 0 if self.keeping.keeps_stream(load) else self.stream(load.tokens)
+        return max(start + again.now + output, again.most)
 
 
 class Layers(Protocol):

@@ -26,6 +26,9 @@ FROZEN = "+optim.components={llm: {frozen: [[1, 9]]}}"
 LORA = "model.llm.lora={rank: 8, targets: [linear_qkv, linear_fc2]}"
 WIDE = ("model.llm.hidden=256", "model.llm.ffn=1024")
 WIDE_IMAGE = ("model.encoders.image.hidden=256", "model.encoders.image.ffn=1024")
+# Attention is fullest.
+NARROW = ("model.llm.hidden=256", "model.llm.head_dim=128", "model.llm.ffn=64", "model.llm.vocab=300")
+NARROW += ("model.llm.loss_chunk=16",)
 MOE = "model.llm.moe={experts: 4, topk: 1, ffn: 512, score: softmax, bias_update_rate: 0, dense_layers: 2}"
 # Links on which to share an item costs nothing.
 AT_ONCE = [f"cluster.{link}_bytes_per_s={10**12}" for link in ("node_link", "link")]
@@ -186,6 +189,37 @@ CAUSES = {
             *(*ON_NODES, "layout.llm.tp=2", "cluster.ranks_per_node=4", "model.llm.recompute=full"),
             *("model.llm.hidden=64", "model.llm.heads=4", "model.llm.kv_heads=2", "model.llm.ffn=64"),
         ],
+    ),
+    "normed heads are made of a tensor that is kept for their gradient": (
+        2,
+        [1],
+        [*NARROW, "model.llm.qk_norm=true", "layout.llm.cp=2", "llm_sp=all"],
+    ),
+    "what is computed anew is held with its gradient to the end": (
+        1,
+        [0],
+        [*NARROW, "model.llm.qk_norm=true", "model.llm.recompute=selective"],
+    ),
+    "gates keep what they let through": (1, [0], [*NARROW, "model.llm.output_gate=true"]),
+    "norms of all heads together are made in single precision": (
+        2,
+        [1],
+        [*NARROW, "model.llm.qk_norm=true", "model.llm.qk_norm_over=all", "layout.llm.tp=2"],
+    ),
+    "norms behind halves keep what these put out": (
+        2,
+        [1],
+        [*NARROW, "model.llm.norms=around", "layout.llm.pp=2", "pipeline=zero_bubble_h1"],
+    ),
+    "a frozen layer without norms ahead does not keep the stream": (
+        2,
+        [1],
+        [*NARROW, "model.llm.norms=after", FROZEN, "layout.llm.pp=2"],
+    ),
+    "what is behind experts without a shared one goes with their first step": (
+        1,
+        [0],
+        [*NARROW, "model.llm.norms=after", MOE.replace("topk: 1", "topk: 3")],
     ),
     "the last token of a sample that was cut is no target": (
         1,
