@@ -206,10 +206,8 @@ def _core_steps(stack: Layer, seen: Attended, output: int, learning: Learning) -
     qkv = seen.tokens * (heads + 2 * kv_heads) * stack.head_dim * stack.element
     gate = output * stack.output_gate
     anew, shared = stack.recompute == "selective", bool(seen.into)
-    wide = stack.wide_norms
-    to_end = anew or (
-        stack.qk_norm and not wide
-    )  # so long the tensor of all heads is kept, for its own gradient
+    wide = stack.wide_norms  # these are done with the tensor of all heads before its gradient is made
+    to_end = anew or (stack.qk_norm and not wide)
     inside = bool(gate) or not anew  # what attention puts out is not what is computed anew
     made = core_forward(stack.keeping, seen, Tape(True, ()), output)
     if anew:

@@ -219,7 +219,7 @@ CAUSES = {
     "what is behind experts without a shared one goes with their first step": (
         1,
         [0],
-        [*NARROW, "model.llm.norms=after", MOE.replace("topk: 1", "topk: 3")],
+        [*NARROW, "model.llm.hidden=128", "model.llm.norms=after", MOE.replace("512", "256")],
     ),
     "the last token of a sample that was cut is no target": (
         1,
