@@ -1,7 +1,7 @@
 """What a step launches on a GPU, what its memory-bound operators move, and where its host waits: counted.
 
-    python benchmarks/gpu_counts.py  # 46 s of CPU
-    python benchmarks/gpu_counts.py --quick  # 25 s: 16 experts for 64, without the whole step of the 1B
+    python benchmarks/gpu_counts.py  # about a minute of CPU
+    python benchmarks/gpu_counts.py --quick  # 34 s: 16 experts for 64, without the whole step of the 1B
 
 No GPU is needed, and nothing is timed. Ranks are rehearsed on fake CUDA (docs/rehearsal.md), in bf16, without
 recomputation. A layer is what one more of it adds to a pass. An operator counts as the kernels that it
