@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from infra.environment import WORKERS_GRACE_S
 from infra.launchers.job import QUEUED_AGAIN, Job
 
 NODE = "infra.launchers.node"
 LAST_TASKS_S = 60  # between the end of the first agent and the end of all
+LEAVE_S = 30  # of save_before_s: for the agents and the script to end after the ranks
 
 
 @dataclass
@@ -22,10 +24,10 @@ class Batch:
     value.
 
     A node is asked for `cpus_per_rank` cores a rank, unless `directives` ask for cores or whole nodes.
-    `time` is the limit in Slurm's notation; `save_before_s` seconds before it the ranks save and leave, and
-    the job is queued again if `requeue`. A `container` image, its `mounts` and `container_flags` are said to
-    srun, as pyxis reads them there. `setup` are lines of shell before it. The agents run under `python`, by
-    default the one on the path.
+    `time` is the limit in Slurm's notation; `save_before_s` seconds before it the ranks save and leave, for
+    which they have all but LEAVE_S of these, and the job is queued again if `requeue`. A `container` image,
+    its `mounts` and `container_flags` are said to srun, as pyxis reads them there. `setup` are lines of shell
+    before it. The agents run under `python`, by default the one on the path.
     """
 
     python: str | None = None
@@ -58,6 +60,7 @@ def render(job: Job, batch: Batch, cwd: Path) -> str:
         _SECRET,
         *exports,
         *batch.setup,
+        _grace(batch),
         f"rm -f {exit_code}",
         "",
         _HEAD,
@@ -93,6 +96,12 @@ while kill -0 "$step" 2>/dev/null; do wait "$step" || true; done
 code=0
 wait "$step" || code=$?
 """
+
+
+def _grace(batch: Batch) -> str:
+    """The seconds that agents give ranks to save after a signal, unless the user has set them."""
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    return f'export {name}="${{{name}:-{max(WORKERS_GRACE_S, batch.save_before_s - LEAVE_S)}}}"'
 
 
 def _again(exit_code: str) -> str:

@@ -45,6 +45,7 @@ OMNI_SECRET="$(head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n')"
 export OMNI_SECRET
 export NCCL_IB_HCA=mlx5_0,mlx5_1
 module load cuda
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-270}"
 rm -f '/fs/my runs/3/exit_code'
 
 # Nodes meet at the first one. OMNI_HEAD is its address where node names do not resolve.
@@ -147,6 +148,27 @@ def test_a_script_without_requeue_saves_before_the_limit_all_the_same():
     assert "trap 'scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1\n" in text
     assert not {"out_of_time", "scontrol requeue", "gpus-per-node", "container"} & set(text.split())
     assert "scontrol requeue" not in text
+
+
+@pytest.mark.parametrize(
+    ("before_s", "env", "own", "grace"),
+    [
+        (1800, {}, {}, "1770"),
+        (60, {}, {}, "50"),
+        (1800, {}, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}, "600"),
+        (1800, {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "700"}, {}, "700"),
+    ],
+)
+def test_ranks_have_what_there_is_before_the_limit_to_save_unless_the_user_says(
+    tmp_path, before_s, env, own, grace
+):
+    job = Job(0, "mine", tmp_path, 1, 2, env=env)
+    text = render(job, Batch("python", save_before_s=before_s), tmp_path)
+    (tmp_path / "srun").write_text(f'#!/bin/sh\necho "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >{tmp_path}/grace\n')
+    (tmp_path / "srun").chmod(0o755)
+    inherited = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "OMNI_HEAD": "n0"}
+    subprocess.run(["bash", "-c", text], env=inherited | own, check=True)
+    assert (tmp_path / "grace").read_text() == f"{grace}\n"
 
 
 @pytest.mark.parametrize(
