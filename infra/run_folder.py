@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import IO, Any, Literal, Self, TextIO
 
 STEP_KEYS = ("progress/step", "step")
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class RunFolder:
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` atomically: a reader, even after a crash, sees the old or the new file."""
-    with _replacing(path) as file:
+    with replacing(path) as file:
         file.write(text)
 
 
@@ -146,7 +146,7 @@ def truncate_after(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    with path.open(encoding="utf-8", errors="replace") as old, _replacing(path) as new:
+    with path.open(encoding="utf-8", errors="replace") as old, replacing(path) as new:
         for line, record in _whole_lines(old, path):
             if step_of(record) <= step:
                 new.write(line.rstrip("\n") + "\n")
@@ -164,11 +164,13 @@ def set_aside(path: Path) -> Path | None:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[TextIO]:
-    """A file to write: its content replaces `path` when the block ends, and vanishes when it raises."""
+def replacing(path: Path, mode: Literal["w", "wb"] = "w") -> Iterator[IO[Any]]:
+    """A file of text or bytes to write: its content replaces `path` when the block ends, and vanishes when it
+    raises.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open(mode, encoding="utf-8" if mode == "w" else None) as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

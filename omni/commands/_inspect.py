@@ -83,13 +83,14 @@ def run(args: argparse.Namespace) -> int:
 def _write_page(args: argparse.Namespace) -> int:
     from dataloader.manifest import read_manifest
     from dataloader.tokenizer import get_tokenizer
+    from infra.run_folder import write_text
     from omni.commands._data_page import page
 
     paths = datasets_in(args.paths)
     of_each = [get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer)) for path in paths]
     costs = [_costs(path, args.costs) if args.costs else [] for path in paths]
     text = page(list(zip(paths, of_each, costs, strict=True)), args.samples)
-    Path(args.html).write_text(text, encoding="utf-8")
+    write_text(Path(args.html), text)
     print(f"{args.html}: {len(paths)} datasets, {len(text.encode()):,} bytes")
     return 0
 

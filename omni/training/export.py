@@ -16,6 +16,7 @@ import torch
 
 from dataloader.storage import Storage
 from infra.checkpoint import file_of, folder_of, open_shard
+from infra.run_folder import replacing
 from infra.shard_file import ShardReader
 from omni.llm_config import LoraConfig
 from omni.models.adapters import A, B
@@ -29,7 +30,8 @@ Pieces = Mapping[str, list[tuple[int, Piece]]]
 
 def export(storage: Storage, manifest: Mapping[str, Any], out: Path) -> int:
     """Write all weights, in fp32 and under canonical names, to a file in the layout of safetensors; adapters
-    are merged. One parameter at a time is in memory. Returns how many tensors the file has.
+    are merged. One parameter at a time is in memory. What was there before stays until all is written.
+    Returns how many tensors the file has.
 
     Raises:
         DamagedError: if what is read is not what was written.
@@ -43,7 +45,7 @@ def export(storage: Storage, manifest: Mapping[str, Any], out: Path) -> int:
     shapes = shapes_of(pieces)
     parameters = list(shapes)
     shapes |= {f"{BUFFERS}/{name}": (size,) for name, (_, size) in buffers.items()}
-    with readers(storage, manifest) as reader, out.open("wb") as file:
+    with readers(storage, manifest) as reader, replacing(out, "wb") as file:
         file.write(_header(shapes, {"run": manifest["run"], "step": str(manifest["step"])}))
         for key in parameters:
             file.write(merged(key, manifest, pieces, reader).data)

@@ -155,6 +155,11 @@ def test_checkpoints_are_verified_shown_and_exported(
     assert code == 1
     assert "step_00000004: DAMAGED: step_00000004/rank_00001.safetensors: chunk" in out
     assert out.count("good, ") == 2
+    good = exported.read_bytes()
+    code, out = omni("export", str(folder), "--step", "4", "--out", str(exported))
+    assert (code, "rank_00001.safetensors" in out) == (1, True)
+    assert exported.read_bytes() == good, "an export that fails leaves the file before"
+    assert set(tmp_path.iterdir()) == {folder, exported}
     assert omni("show", str(folder), "--step", "5")[0] == 2
     assert omni("show", str(tmp_path / "nothing"))[0] == 2
 
