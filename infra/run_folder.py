@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, Self, TextIO
+from typing import IO, Any, Literal, Self
 
 STEP_KEYS = ("progress/step", "step")
 logger = logging.getLogger(__name__)
@@ -102,10 +102,9 @@ def write_json(path: Path, obj: object) -> None:
     write_text(path, json.dumps(_encode(obj), indent=2, allow_nan=False) + "\n")
 
 
-def append_line(file: TextIO, obj: object) -> None:
-    """Append `obj` as one JSON line and flush: a killed process loses at most the line it was writing."""
-    file.write(json.dumps(_encode(obj), allow_nan=False) + "\n")
-    file.flush()
+def line_of(obj: object) -> str:
+    """Return `obj` as one JSON line."""
+    return json.dumps(_encode(obj), allow_nan=False) + "\n"
 
 
 def read_metrics(path: Path) -> list[dict[str, float]]:

@@ -7,13 +7,13 @@ Only one rank makes a tracker.
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from infra.run_folder import RunFolder, append_line, set_aside, truncate_after, write_json
+from infra.json_lines import JsonLines
+from infra.run_folder import RunFolder, set_aside, truncate_after, write_json
 from infra.shard_file import CheckpointError
 from infra.tracker import KINDS, About, Tracker, record
 from infra.tracking_prometheus import start_prometheus
@@ -80,45 +80,51 @@ class JsonlTracker(Tracker):
     where = "metrics.jsonl"
 
     def __init__(self, folder: RunFolder, resumed_from: int | None) -> None:
-        self._path = folder.metrics
-        self._file = folder.metrics.open("a", encoding="utf-8")
+        self._lines = JsonLines(folder.metrics)
         self._summary_path = folder.summary
         self._summary: dict[str, object] = {}
         self._last_step = -1 if resumed_from is None else resumed_from
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append and flush one line."""
+        """Append one line. Where the disk takes none it waits, until `settle` at the latest."""
         assert step > self._last_step, f"step {step} after step {self._last_step}: one record a step, rising"
         self._last_step = step
-        append_line(self._file, record(step, metrics))
+        self._lines.append(record(step, metrics))
 
     def settle(self) -> None:
         """Have all lines on the disk. A checkpoint is committed after it: what a run continues from never
         knows of a step that has no record, even if the machine fails.
 
         Raises:
-            CheckpointError: if the file is not the one at its path any more, so that records are lost.
+            CheckpointError: if they cannot be written, or if the file is not the one at its path any more, so
+                that records are lost.
         """
-        os.fsync(self._file.fileno())
         try:
-            there = os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
-        except OSError:
-            there = False
-        if not there:
+            self._lines.settle()
+        except OSError as error:
             raise CheckpointError(
-                f"{self._path} was removed or replaced while the run writes to it, and perhaps all of its "
-                f"folder: what it records is lost, so it stops. `omni resume` goes on from the last "
+                f"{self._lines.path} lacks records of steps and cannot be written ({error}). A checkpoint is "
+                f"saved after the records of its steps alone, so the run stops: make room there. `omni "
+                f"resume` goes on from the last checkpoint where there is one"
+            ) from error
+        if not self._lines.is_in_place:
+            raise CheckpointError(
+                f"{self._lines.path} was removed or replaced while the run writes to it, and perhaps all of "
+                f"its folder: what it records is lost, so it stops. `omni resume` goes on from the last "
                 f"checkpoint where there is one"
             )
 
     def summary(self, values: Mapping[str, object]) -> None:
-        """Write summary.json, atomically."""
+        """Write summary.json, atomically; one that cannot be written is told."""
         self._summary.update(values)
-        write_json(self._summary_path, self._summary)
+        try:
+            write_json(self._summary_path, self._summary)
+        except OSError as error:
+            logger.warning("%s is not written: %s", self._summary_path, error)
 
     def finish(self, exit_code: int) -> None:
         """Close the file."""
-        self._file.close()
+        self._lines.close()
 
 
 class Trackers(Tracker):

@@ -86,5 +86,8 @@ class Health:
             where = f"rank {slowest.rank} is on {socket.gethostname()}"
             beside(f"step {step}: {slowest}; {where}")
             if self.config.exclude_slow:
-                remember_slow(self.folder)
+                try:
+                    remember_slow(self.folder)
+                except OSError as error:
+                    beside(f"{where}, which is not noted for the next restart: {error}")
         return slowest

@@ -1,17 +1,18 @@
 """What a user sees of a run: the screen, metrics, sample records, the summary."""
 
 import json
-import os
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
+from infra.json_lines import JsonLines
 from infra.progress import Progress
-from infra.run_folder import RunFolder, append_line, set_aside, tail_metrics, truncate_after
+from infra.run_folder import RunFolder, set_aside, tail_metrics, truncate_after
 from infra.saver import Saved
 from infra.timelines import TimelineError, drawn, forget_after
 from infra.tracker import TIMELINE
@@ -156,13 +157,13 @@ class Reporter:
         source = taken.sources[taken.source[most.sample]]
         slow = {"source": source, "sample": taken.ids[most.sample], "planned_ms": most.sample_ns / 1e6}
         self.slow.append({"step": step, **slow})
-        append_line(self.slowest, self.slow[-1])
+        self.slowest.append(self.slow[-1])
         if heldout:
             self.heldout |= heldout
             losses = ", ".join(f"{key.rpartition('/')[2]} {value:.4f}" for key, value in heldout.items())
             self.progress.note(f"held-out loss after step {step}: {losses}")
         if self.samples is not None:
-            append_line(self.samples, _record(plan))
+            self.samples.append(_record(plan))
         self._say_schedule(plan)
         self._say_left_out(taken, metrics)
         for alert in self.alerts.step(metrics | heldout):
@@ -171,10 +172,13 @@ class Reporter:
             self._alert(Alert("slow rank", f"step {step}: {slow_rank}"))
 
     def settle(self) -> None:
-        """Have the records of all steps on the disk, before a checkpoint says that they are done."""
+        """Have the records of all steps on the disk, before a checkpoint says that they are done. Samples may
+        be missing there, metrics may not.
+        """
         self.tracker.settle()
         for records in filter(None, (self.slowest, self.samples)):
-            os.fsync(records.fileno())
+            with suppress(OSError):  # it has been told, and the run needs none of them to go on
+                records.settle()
 
     def held_up(self, seconds: float) -> None:
         """Count seconds that a save held training up."""
@@ -300,12 +304,12 @@ def _tracker(spec: RunSpec, folder: RunFolder, resumed: int | None) -> Trackers:
         raise ConfigError(str(error)) from error
 
 
-def _open_records(path: Path, resumed: int | None) -> TextIO:
+def _open_records(path: Path, resumed: int | None) -> JsonLines:
     if resumed is None:
         set_aside(path)
     else:
         truncate_after(path, resumed)
-    return path.open("a", encoding="utf-8")
+    return JsonLines(path)
 
 
 def _record(plan: StepPlan) -> dict[str, Any]:

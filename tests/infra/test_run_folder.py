@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from infra.run_folder import (
     RunFolder,
-    append_line,
+    line_of,
     read_metrics,
     set_aside,
     tail_metrics,
@@ -63,7 +63,7 @@ def test_an_object_that_cannot_be_written_leaves_the_old_file_alone(tmp_path):
 def test_floats_read_back_bitwise_and_the_file_is_strict_json(tmp_path_factory, values):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     with path.open("a") as file:
-        append_line(file, {f"m{i}": value for i, value in enumerate(values)})
+        file.write(line_of({f"m{i}": value for i, value in enumerate(values)}))
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
@@ -148,7 +148,7 @@ def test_a_file_cut_at_any_byte_reads_back_as_its_whole_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with path.open("w") as file:
         for step in (1, 2, 3):
-            append_line(file, {"progress/step": step, "loss/train/Größe": 0.1 * step, "x": math.nan})
+            file.write(line_of({"progress/step": step, "loss/train/Größe": 0.1 * step, "x": math.nan}))
     data = path.read_bytes()
     ends = [i for i in range(len(data)) if data[i : i + 1] == b"\n"]
     for cut in range(len(data) + 1):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from infra.run_folder import RunFolder, append_line
+from infra.run_folder import RunFolder, line_of
 from infra.run_lock import FILE, holding, this_process
 from infra.run_state import QUIET_S, read_state
 
@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 def record(folder, **changes):
     with folder.metrics.open("a") as file:
-        append_line(file, RECORD | changes)
+        file.write(line_of(RECORD | changes))
 
 
 def leave_lock(folder, **changes):

@@ -3,17 +3,20 @@
 import json
 import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from infra.json_lines import JsonLines
 from infra.run_folder import RunFolder, read_metrics
 from infra.shard_file import CheckpointError
 from infra.tracker import About
@@ -303,3 +306,64 @@ def test_records_that_go_nowhere_are_noticed_before_a_checkpoint(tmp_path):
     shutil.rmtree(folder.path)
     with pytest.raises(CheckpointError, match="removed or replaced"):
         tracker.settle()
+
+
+@contextmanager
+def files_of(size):
+    """No file of this process grows beyond `size` bytes, as under a quota."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_records_wait_while_the_disk_takes_none(folder, caplog):
+    tracker = start("jsonl", folder)
+    log_steps(tracker, 1, 1)
+    with files_of(folder.metrics.stat().st_size + 10):  # the second line is cut short
+        log_steps(tracker, 2, 4)
+        tracker.summary({"loss/eval": 0.5})
+    assert caplog.text.count("metrics.jsonl cannot be written") == 1
+    tracker.settle()
+    log_steps(tracker, 5, 5)
+    tracker.finish(0)
+    expected = [{"progress/step": step, **metrics_of(step)} for step in range(1, 6)]
+    assert same(read_metrics(folder.metrics), expected)
+
+
+def test_no_checkpoint_comes_before_the_records_of_its_steps(folder, caplog):
+    tracker = start("jsonl", folder)
+    log_steps(tracker, 1, 1)
+    with files_of(folder.metrics.stat().st_size):
+        log_steps(tracker, 2, 3)
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl lacks records.*File too large.*make room"):
+            tracker.settle()
+        tracker.finish(1)  # a failure is told, and none comes on top
+    assert "metrics.jsonl lacks 2 lines" in caplog.text
+    assert [record["progress/step"] for record in read_metrics(folder.metrics)] == [1]
+
+
+def test_a_summary_that_cannot_be_written_ends_nothing(folder, caplog):
+    tracker = start("jsonl", folder)
+    with files_of(1):
+        tracker.summary({"loss/eval": 0.5})
+    assert "summary.json is not written" in caplog.text
+    tracker.summary({"steps": 3})
+    assert json.loads(folder.summary.read_text()) == {"loss/eval": 0.5, "steps": 3}
+
+
+def test_lines_wait_in_bounded_memory_and_dropped_ones_are_not_forgotten(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("infra.json_lines.KEPT_BYTES", 30)
+    lines = JsonLines(tmp_path / "lines.jsonl")
+    with files_of(5):
+        for step in range(1, 6):
+            lines.append({"step": step})
+    lines.append({"step": 6})
+    written = [json.loads(line)["step"] for line in lines.path.read_text().splitlines()]
+    assert written == [1, 2, 6]
+    with pytest.raises(OSError, match="3 lines were dropped"):
+        lines.settle()
+    lines.close()
+    assert "lacks 3 lines" in caplog.text

@@ -1,6 +1,7 @@
 """Who is slower than its peers: by planted op times, and on real ranks."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from small import overrides, write_mixed
 from test_trainer import make_trainer
 from work_costs import work_cost
 
-from infra.run_folder import read_metrics
+from infra.run_folder import RunFolder, read_metrics
 from omni.compose import compose_config
-from omni.config import Config
+from omni.config import Config, HealthConfig
+from omni.training.health import Health
 from omni.training.slowness import Slowest, SlowRanks, Spent, ratio_to_peers
 from parallel.cluster import Link, Links
 from parallel.control_of_run import connected
@@ -35,6 +37,19 @@ def test_stages_without_copies_are_peers_of_each_other() -> None:
     assert ratio_to_peers(own, everyone) == pytest.approx(3)
     assert ratio_to_peers({"image": Spent(50, 50)}, everyone) == 0, "nobody else encodes"
     assert ratio_to_peers(other, everyone) == pytest.approx(1 / 3)
+
+
+def test_a_slow_rank_that_cannot_be_noted_trains_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own: Any = SimpleNamespace(
+        slow_ranks=SimpleNamespace(hear=lambda _: Slowest(0, 2.0, 2)),
+        rank=SimpleNamespace(rank=0),
+        config=HealthConfig(exclude_slow=True),
+        folder=RunFolder(tmp_path / "gone"),
+    )
+    assert Health.hear(own, 7, {}) == Slowest(0, 2.0, 2)
+    assert "is not noted for the next restart: [Errno 2]" in capsys.readouterr().err
 
 
 TABLE = CostTable(0, {"llm/0": work_cost(10**8, 10**5, 10**5)}, Links(Link(1, 1), Link(1, 1)), row_bytes=4)
