@@ -21,8 +21,10 @@ import psutil
 
 from infra.launch import LAUNCH_ID
 from infra.run_folder import RunFolder, write_json
+from infra.within import within
 
 FILE = "run.lock"
+ALONE_S = 30.0  # for others to look at a lock and change it, which takes them milliseconds
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -156,20 +158,41 @@ def _release(folder: RunFolder, own: Holder) -> None:
         with _alone(folder):
             if read_holder(folder) == own:
                 (folder.path / FILE).unlink()
-    except OSError as error:
+    except (OSError, LockedError) as error:
         print(f"note: the lock of {folder.path} cannot be removed: {error}", file=sys.stderr)
 
 
 @contextmanager
 def _alone(folder: RunFolder) -> Iterator[None]:
-    """Let no other process of this machine look at the lock and change it meanwhile."""
+    """Let no other process of this machine look at the lock and change it meanwhile.
+
+    Raises:
+        LockedError: if others do not let go in ALONE_S seconds, or the file system does not answer.
+    """
     handle = os.open(folder.path, os.O_RDONLY)
     try:
-        with suppress(OSError):  # file systems without locks: launches of one moment are not told apart
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            # On a thread: where a file server's locks do not answer, LOCK_NB does not return either.
+            within(ALONE_S, lambda: fcntl.flock(handle, fcntl.LOCK_EX))
+        except TimeoutError as error:
+            raise LockedError(
+                f"run.dir={folder.path}: this process waited {ALONE_S:g} s for a lock on this folder"
+                f"{_held(folder)}. Either another process of omni is stopped there, so end it, or the lock "
+                f"service of the file system does not answer, so mend it or choose another run.dir"
+            ) from error
+        except OSError:
+            pass  # file systems without locks: launches of one moment are not told apart
         yield
     finally:
         os.close(handle)
+
+
+def _held(folder: RunFolder) -> str:
+    """Who held the lock last, for a message, if that can be read."""
+    with suppress(OSError, LockedError):
+        if (holder := read_holder(folder)) is not None:
+            return f", in which {holder.described} trains or did"
+    return ""
 
 
 def _start_of(pid: int) -> float | None:

@@ -7,7 +7,6 @@ Only one rank makes a tracker.
 
 import json
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from infra.run_folder import RunFolder, set_aside, truncate_after, write_json
 from infra.shard_file import CheckpointError
 from infra.tracker import KINDS, About, Tracker, record
 from infra.tracking_prometheus import start_prometheus
+from infra.within import within
 
 FINISH_S = 90.0  # more than W&B takes without a network, less than train.timeout_s, in which peers wait
 
@@ -49,29 +49,6 @@ def make_tracker(kind: str, folder: RunFolder, about: About, resumed_from: int |
     if about.prometheus is not None:
         views["prometheus"] = start_prometheus(*about.prometheus, about.name)
     return Trackers(JsonlTracker(folder, resumed_from), views)
-
-
-def within(seconds: float, act: Callable[[], None]) -> None:
-    """Call `act` on a thread, and leave it alone there if it is not done in time.
-
-    Raises:
-        TimeoutError: in that case; else what `act` raises.
-    """
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="tracker", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"it is not done after {seconds:g} s")
-    if raised:
-        raise raised[0]
 
 
 class JsonlTracker(Tracker):

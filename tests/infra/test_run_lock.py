@@ -1,6 +1,7 @@
 """A run folder has one holder; one that is gone is told from one that is not, or may not be."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -122,6 +123,34 @@ def test_a_launch_goes_on_elsewhere_after_the_holder_of_its_lock_went_away(folde
     held_by(folder, launch="mine", host="elsewhere")
     with holding(folder, "mine"):
         assert holds(folder, "mine")
+
+
+@pytest.fixture
+def stopped(folder, monkeypatch):
+    """Another process that looks at the lock and is stopped there; little patience with it."""
+    monkeypatch.setattr("infra.run_lock.ALONE_S", 0.1)
+    RunFolder.create(folder.path)
+    handle = os.open(folder.path, os.O_RDONLY)
+    yield lambda: fcntl.flock(handle, fcntl.LOCK_EX)
+    os.close(handle)
+
+
+def test_who_cannot_look_at_a_lock_says_so_in_time(folder, stopped):
+    stopped()
+    folder.config.write_text("a: 1")  # the folder stays
+    with pytest.raises(
+        LockedError, match=rf"{folder.path}: this process waited 0.1 s for a lock .* folder\."
+    ):
+        holding(folder, "mine").__enter__()
+    holder = held_by(folder)
+    with pytest.raises(LockedError, match=f"launch other .*process {holder.pid},.*trains or did.*end it"):
+        holding(folder, "mine").__enter__()
+
+
+def test_a_lock_that_cannot_be_looked_at_in_the_end_fails_nothing(folder, stopped, capsys):
+    with holding(folder, "mine"):
+        stopped()
+    assert f"the lock of {folder.path} cannot be removed" in capsys.readouterr().err
 
 
 def test_a_damaged_lock_is_named(folder):

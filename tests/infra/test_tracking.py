@@ -20,9 +20,10 @@ from infra.json_lines import JsonLines
 from infra.run_folder import RunFolder, read_metrics
 from infra.shard_file import CheckpointError
 from infra.tracker import About
-from infra.tracking import JsonlTracker, make_tracker, within
+from infra.tracking import JsonlTracker, make_tracker
 from infra.tracking_wandb import resolve_mode, sync_wandb
 from infra.wandb_offline import read_offline_run
+from infra.within import within
 
 CONFIG = {
     "model": {"llm": {"layers": 4, "width": 64}, "encoders": ["image", "audio"]},
