@@ -26,6 +26,7 @@ from infra.within import within
 FILE = "run.lock"
 ALONE_S = 30.0  # for others to look at a lock and change it, which takes them milliseconds
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+_MACHINE = Path("/etc/machine-id")
 
 
 class LockedError(ValueError):
@@ -61,7 +62,7 @@ def this_process(launch: str) -> Holder:
         space = os.readlink("/proc/self/ns/pid")
     started = _start_of(os.getpid()) or 0
     since = time.strftime("%Y-%m-%d %H:%M:%S")
-    machine = _read(Path("/etc/machine-id"))
+    machine = _read(_MACHINE)
     return Holder(platform.node(), _read(_BOOT), space, os.getpid(), started, launch, since, machine)
 
 
@@ -73,7 +74,7 @@ def is_alive(holder: Holder, here: Holder, start_of: Callable[[int], float | Non
     if holder.host != here.host or holder.machine != here.machine:
         return None  # many machines are called localhost
     if holder.boot != here.boot:
-        return False
+        return False if holder.machine else None  # containers have no machine-id: it may be another machine
     if holder.space != here.space:
         return None
     return start_of(holder.pid) == holder.started

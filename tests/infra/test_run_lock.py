@@ -24,7 +24,7 @@ from infra.run_lock import (
     this_process,
 )
 
-HERE = Holder("here", "boot", "space", 1, 1.0, "mine", "today")
+HERE = Holder("here", "boot", "space", 1, 1.0, "mine", "today", "machine")
 THERE = replace(HERE, pid=7, started=70.0, launch="other")
 
 
@@ -39,10 +39,19 @@ THERE = replace(HERE, pid=7, started=70.0, launch="other")
         (replace(THERE, host="elsewhere", boot="earlier"), 70.0, None),
         (replace(THERE, space="a container"), 70.0, None),
         (replace(THERE, boot="another", machine="another of this name"), 70.0, None),
+        (replace(THERE, machine=""), 70.0, None),
     ],
 )
 def test_a_holder_is_alive_if_its_process_is_the_one_that_took_the_lock(holder, start, alive):
     assert is_alive(holder, HERE, lambda pid: start if pid == 7 else None) is alive
+
+
+@pytest.mark.parametrize(
+    ("boot", "start", "alive"), [("boot", 70.0, True), ("boot", None, False), ("another", 70.0, None)]
+)
+def test_in_containers_without_a_machine_id_another_boot_may_be_another_machine(boot, start, alive):
+    holder, here = replace(THERE, boot=boot, machine=""), replace(HERE, machine="")
+    assert is_alive(holder, here, lambda pid: start if pid == 7 else None) is alive
 
 
 @pytest.fixture
@@ -106,7 +115,9 @@ def holds(folder, launch):
 
 
 @pytest.mark.parametrize("change", [{"boot": "earlier"}, {"started": 1.0}, {"pid": 2**22 + 1}])
-def test_a_stale_lock_is_taken_over(folder, change):
+def test_a_stale_lock_is_taken_over(folder, change, tmp_path, monkeypatch):
+    (tmp_path / "machine-id").write_text("machine")
+    monkeypatch.setattr("infra.run_lock._MACHINE", tmp_path / "machine-id")
     held_by(folder, **change)
     with holding(folder, "mine"):
         assert holds(folder, "mine")
