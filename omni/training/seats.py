@@ -84,9 +84,11 @@ def find_seat(config: Config, folder: RunFolder) -> Seat:
 
     Raises:
         LayoutError: if no layout fits.
-        ConfigError: if ranks that were slow are to be left out, and torchrun's own agent started this one.
+        ConfigError: if nodes have unequal numbers of ranks; or if ranks that were slow are to be left out,
+            and torchrun's own agent started this one.
     """
     number, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _check_nodes(world)
     if config.health.exclude_slow:
         kept = _not_slow(number, world, place() in read_slow(folder), _store(config))
         try:
@@ -95,6 +97,18 @@ def find_seat(config: Config, folder: RunFolder) -> Seat:
             if number == 0 and len(kept) < world:
                 print(f"note: ranks that were slow are not left out: {error}", file=sys.stderr, flush=True)
     return seated(config, number, range(world))
+
+
+def _check_nodes(world: int) -> None:
+    """Refuse nodes with unequal numbers of ranks: each rank counts on others' nodes being as its own."""
+    own = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", world // own))
+    if nodes * own != world:
+        raise ConfigError(
+            f"GROUP_WORLD_SIZE={nodes}, LOCAL_WORLD_SIZE={own}, WORLD_SIZE={world}: {nodes} nodes with as "
+            f"many ranks as {socket.gethostname()} has would have {nodes * own}: start the agents of all "
+            f"nodes with the same --nproc-per-node"
+        )
 
 
 def _not_slow(number: int, world: int, slow: bool, store: TCPStore) -> list[int]:

@@ -140,3 +140,20 @@ def test_what_no_agent_of_ours_started_is_refused_where_ranks_may_have_to_stand_
     described = {"RANK": "0", "WORLD_SIZE": "4", "TORCHELASTIC_USE_AGENT_STORE": "False"}
     with mock.patch.dict(os.environ, described), pytest.raises(ConfigError, match=r"python -m infra\.agent"):
         find_seat(asked, RunFolder(tmp_path))
+
+
+def test_nodes_with_unequal_numbers_of_ranks_are_refused_on_each_of_them(
+    config: Config, tmp_path: Path
+) -> None:
+    described = {"RANK": "0", "WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "2"}
+    for own, would in ((2, 4), (6, 12)):
+        said = (
+            f"GROUP_WORLD_SIZE=2, LOCAL_WORLD_SIZE={own}, WORLD_SIZE=8: .* have {would}: .*same --nproc-per"
+        )
+        with (
+            mock.patch.dict(os.environ, described | {"LOCAL_WORLD_SIZE": str(own)}),
+            pytest.raises(ConfigError, match=said),
+        ):
+            find_seat(config, RunFolder(tmp_path))
+    with mock.patch.dict(os.environ, described | {"LOCAL_WORLD_SIZE": "4"}):
+        assert find_seat(config, RunFolder(tmp_path)).world == 8
