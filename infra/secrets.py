@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 # Words of a name, which may be numbered or go on: API_KEY, OPENAI_APIKEY_2, TOKEN_FILE_FOR_CI, db-password.
+# Long ones also end a word: PGPASSWORD, HFTOKEN, SSHPASS. PWD by itself is the folder of a shell.
 SECRET = re.compile(
-    r"(?i)(^|[_.-])(api)?(key|token|secret|passw(or)?d|passphrase|pass|pat|auth|credentials?)s?\d*"
+    r"(?i)((^|[_.-])(api)?(key|pass|pat|auth)|[_.-]pwd|(?<!by)(?<!com)pass|"
+    r"token|secret|passw(or)?d|passphrase|credential|(api|access|private)key)s?\d*"
     r"(_?\d+|_(old|new|dev|ci|prod|test|id_rsa|value|base64|b64))?$"
 )
 SHORTEST = 8  # a shorter value may stand anywhere by chance
