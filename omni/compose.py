@@ -95,7 +95,7 @@ def load_config(path: Path) -> Config:
     """
     try:
         loaded = OmegaConf.load(path)
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path} is not the configuration of a run: {error}") from error
     try:
         if isinstance(loaded, DictConfig):

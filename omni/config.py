@@ -22,6 +22,7 @@ from ops.names import LOWER, PRECISIONS
 from parallel.cluster import QUEUES
 
 MOST_SEEDS = 2**63
+MOST_WAIT_S = 30 * 24 * 3600  # torch's waits take no number of seconds that is too large
 
 
 @dataclass
@@ -233,6 +234,9 @@ class TrainConfig:
 
     rules: ClassVar[Rules] = (
         Rule("seed", lambda own: 0 <= own.seed < MOST_SEEDS, f"must lie in [0, {MOST_SEEDS})"),
+        Rule(
+            "timeout_s", lambda own: own.timeout_s <= MOST_WAIT_S, f"must be at most {MOST_WAIT_S}, 30 days"
+        ),
     )
 
 

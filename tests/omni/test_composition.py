@@ -198,12 +198,21 @@ def test_choices_of_hydra_itself_are_none_of_ours():
     assert compose_config(["hydra/launcher=basic"]).train.steps == 2000
 
 
+def test_no_wait_is_longer_than_torch_can_count():
+    assert compose_config(["train.timeout_s=2592000"]).train.timeout_s == 2592000
+    with pytest.raises(ConfigError, match=r"train\.timeout_s=1.*: must be at most 2592000, 30 days"):
+        compose_config(["train.timeout_s=1e10"])
+
+
 # Run folders.
 
 
 def test_a_file_that_is_no_configuration_is_refused_by_name(tmp_path):
     path = tmp_path / "config.yaml"
     with pytest.raises(ConfigError, match=str(path)):
+        load_config(path)
+    path.write_bytes(b"\xff\xfe\x00train")
+    with pytest.raises(ConfigError, match=f"{path} is not the configuration of a run: 'utf-8' codec"):
         load_config(path)
     path.write_text("train:\n  stpes: 3\n")
     with pytest.raises(ConfigError, match="stpes"):
