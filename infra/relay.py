@@ -15,8 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -26,7 +26,6 @@ LOOPBACK = "127.0.0.1"
 ANSWER_S = 10.0  # for the other end to prove who it is
 BACKLOG = 2048  # connections that wait to be accepted: the ranks of all nodes come at once
 _RETRY_S = 0.2
-_HANDSHAKES = 16  # at a time
 _PORT_BYTES = 2
 
 
@@ -36,7 +35,6 @@ class Relay:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._loop = asyncio.new_event_loop()
-        self._pool = ThreadPoolExecutor(_HANDSHAKES, "handshake")
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
         threading.Thread(target=self._loop.run_forever, name="relay", daemon=True).start()
@@ -73,7 +71,6 @@ class Relay:
         for listener in self._listeners:
             listener.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _listen(self, listener: socket.socket, serve: Any) -> int:
         listener.setblocking(False)
@@ -95,28 +92,26 @@ class Relay:
 
     async def _let_in(self, connection: socket.socket, default: int) -> None:
         try:
-            target = await self._loop.run_in_executor(self._pool, self._admitted, connection) or default
-            inner = await self._loop.run_in_executor(self._pool, socket.create_connection, (LOOPBACK, target))
+            inner = await _beside(lambda: self._admitted(connection, default))
         except OSError:  # a stranger, or someone who is gone
             connection.close()
             return
         await _join(self._loop, connection, inner)
 
-    def _admitted(self, connection: socket.socket) -> int:
+    def _admitted(self, connection: socket.socket, default: int) -> socket.socket:
         admit(connection, self._secret, ANSWER_S)
         connection.settimeout(ANSWER_S)
         target = connection.recv(_PORT_BYTES, socket.MSG_WAITALL)
         if len(target) < _PORT_BYTES:
             raise ConnectionError("closed before it named a port")
-        return int.from_bytes(target)
+        return socket.create_connection((LOOPBACK, int.from_bytes(target) or default))
 
     async def _go_through(
         self, connection: socket.socket, host: str, port: int, target: int, patience_s: float
     ) -> None:
         try:
-            outer = await self._loop.run_in_executor(
-                self._pool, self._greeted, host, port, target, time.monotonic() + patience_s
-            )
+            until = time.monotonic() + patience_s
+            outer = await _beside(lambda: self._greeted(host, port, target, until))
         except OSError as error:
             print(f"agent: no way to {host}:{port}: {error}", file=sys.stderr, flush=True)
             connection.close()
@@ -136,6 +131,33 @@ class Relay:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_RETRY_S)
+
+
+async def _beside(act: Callable[[], socket.socket]) -> socket.socket:
+    """Return what `act` does on a thread of its own: who is silent in a handshake holds nobody else up.
+
+    Raises:
+        OSError: as `act`, or if there can be no more threads for ANSWER_S seconds.
+    """
+    done: Future[socket.socket] = Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(act())
+        except BaseException as error:
+            done.set_exception(error)
+
+    until = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            threading.Thread(target=run, name="handshake", daemon=True).start()
+            break
+        except RuntimeError as error:
+            if time.monotonic() > until:
+                raise OSError(f"no thread for a handshake in {ANSWER_S:g} s: {error}") from error
+            await asyncio.sleep(_RETRY_S)
+    return await asyncio.wrap_future(done)
 
 
 def _lift_limit_of_files() -> None:

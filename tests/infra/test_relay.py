@@ -2,7 +2,7 @@
 
 import socket
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 
 import pytest
@@ -72,6 +72,18 @@ def test_a_stranger_reaches_nothing(relays, inner, sent):
     inner.settimeout(0.3)
     with pytest.raises(TimeoutError):
         inner.accept()
+
+
+def test_those_who_say_nothing_hold_nobody_up(relays, inner):
+    head, node = relays
+    gate = head.gate(0, default=inner.getsockname()[1])
+    with ExitStack() as silent:
+        for _ in range(64):
+            silent.enter_context(socket.create_connection((LOOPBACK, gate)))
+        with socket.create_connection((LOOPBACK, node.tunnel(LOOPBACK, gate, 0, 5)), 5) as known:
+            known.sendall(b"known")
+            with inner.accept()[0] as served:
+                assert served.recv(5, socket.MSG_WAITALL) == b"known"
 
 
 def test_who_knows_another_secret_is_told_of(relays, inner, capfd):
