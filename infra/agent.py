@@ -12,7 +12,8 @@ Seven things differ from torchrun's own agent:
   all starts, in which restarted workers find the addresses of those before.
 - Nobody takes part who does not know the run's secret, and of one machine nobody from beyond it can connect
   (infra/meeting.py).
-- The folder in which torchrun keeps what it knows of workers goes when it ends.
+- The folder in which torchrun keeps what it knows of workers goes when it ends, or after it was killed
+  (infra/agent_folder.py).
 - Workers are forked from a process that has imported what they import (infra/forkserver.py), which does so
   while this one imports torch.
 """
@@ -21,9 +22,9 @@ import argparse
 import os
 import socket
 import sys
-import tempfile
 from contextlib import ExitStack, closing
 
+from infra.agent_folder import agent_folder, remove_unused
 from infra.forkserver import ForkServer
 from infra.launch import MISTAKE
 from infra.lineage import STARTED_BY, end_with_parent
@@ -51,7 +52,8 @@ def run(arguments: list[str]) -> int:
         if sys.platform == "linux" and "-m" in arguments:
             module, *own = arguments[arguments.index("-m") + 1 :]
             server = held.enter_context(closing(ForkServer(module, own)))
-        logs = held.enter_context(tempfile.TemporaryDirectory(prefix="omni-agent-"))
+        remove_unused()
+        logs = held.enter_context(agent_folder())
         from infra.elastic_agent import run_torchrun  # torch, while the server imports
 
         return run_torchrun([f"--log-dir={logs}", *arguments], server)  # of two, the last one counts

@@ -16,6 +16,7 @@ from types import FrameType
 
 import psutil
 
+from infra.agent_folder import remove_unused
 from infra.environment import Place, capability, defaults
 from infra.lineage import STARTED_BY, outlives_parent
 from infra.run_folder import RunFolder
@@ -95,6 +96,7 @@ def _run_agent(
     finally:
         _kill_group(agent)
         _end_stragglers(environment[LAUNCH_ID])
+        remove_unused()
 
 
 def _torchrun(config_path: Path, ranks: int, module: str, max_restarts: int) -> list[str]:

@@ -239,14 +239,18 @@ def test_a_second_signal_kills_at_once(run_folder):
     assert still_running(workers) == []
 
 
-def test_an_agent_that_dies_leaves_no_orphans(run_folder):
-    launch = start(run_folder, "ignore")
+def test_an_agent_that_dies_leaves_no_orphans_and_no_folder(run_folder):
+    temporary = run_folder.parent / "temporary"
+    temporary.mkdir()
+    launch = start(run_folder, "ignore", TMPDIR=str(temporary))
     agent, *workers = family(wait_for_ranks(run_folder))
+    assert list(temporary.glob("omni-agent-*"))
     agent.kill()
     _, err = launch.communicate(timeout=60)
     assert launch.returncode == 128 + signal.SIGKILL
     assert last_line(err) == f"run folder {run_folder}: exit code 137"
     assert still_running(workers) == []
+    assert not list(temporary.glob("omni-agent-*"))
 
 
 def test_an_agent_that_was_killed_is_started_again(run_folder):
