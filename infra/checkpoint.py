@@ -146,7 +146,8 @@ def newest(storage: Storage) -> tuple[dict[str, Any] | None, list[tuple[int, str
     if steps or aside:
         found = (
             "; ".join(text for _, text in problems)
-            or f"{', '.join(map(folder_of, aside))} were found to be damaged before"
+            or f"{', '.join(map(folder_of, aside))} were found to be damaged before (to take one back, "
+            f"rename its {DAMAGED} to {MANIFEST})"
         )
         raise CheckpointError(
             f"no checkpoint in {storage} is good: {found}. Restore one of them, or remove them all to train "

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from dataloader.storage import Storage
-from infra.checkpoint import RUN, Keep, claim, folder_of, newest, set_aside
+from infra.checkpoint import DAMAGED, MANIFEST, RUN, Keep, claim, folder_of, newest, set_aside
 from infra.run_folder import RunFolder, write_text
 from infra.saver import Saved, Saver
 from omni.rank.build import Rank
@@ -57,12 +57,13 @@ class Checkpoints:
     def restore(self, check: Callable[[Mapping[str, Any]], None]) -> dict[str, Any] | None:
         """Load the newest good checkpoint on all ranks. Returns its manifest, None if there is no checkpoint.
 
-        The first rank chooses, once it has seen that the checkpoints are this run's. A checkpoint that any
-        rank finds damaged is set aside with a warning, and the one before it is tried. `check` raises for one
+        The first rank chooses, once it has seen that the checkpoints are this run's. A checkpoint that two
+        ranks find damaged is set aside with a warning, and the one before it is tried. `check` raises for one
         that must not be continued.
 
         Raises:
-            CheckpointError: on every rank, if no checkpoint is good, are another run's, or one does not fit.
+            CheckpointError: on every rank, if no checkpoint is good, are another run's, or one does not fit,
+                or if a rank reads one otherwise than the others do.
         """
         from_first(self.control, self._own)
         while (manifest := self._choose()) is not None:
@@ -107,7 +108,8 @@ class Checkpoints:
         set_aside(self.storage, step)
         print(
             f"warning: {folder_of(step)} in {self.storage} is damaged: {problem}. It is kept, marked "
-            f"as damaged, and the run goes on from an older one.",
+            f"as damaged, and the run goes on from an older one. Until step {step} is saved again, to take "
+            f"it back rename its {DAMAGED} to {MANIFEST}.",
             file=sys.stderr,
             flush=True,
         )

@@ -2,9 +2,13 @@
 
 import json
 import math
+import re
 import shutil
+import socket
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -14,14 +18,18 @@ from saved import tensors_of
 from small import overrides, write_mixed
 
 from dataloader.storage import Storage
-from infra.checkpoint import DAMAGED, CheckpointError, complete, file_of, folder_of, verify
+from infra.checkpoint import DAMAGED, CheckpointError, Keep, complete, file_of, folder_of, verify
 from infra.run_folder import RunFolder, read_metrics
 from omni.__main__ import main
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.prepare import prepare_run
+from omni.rank.build import Rank
+from omni.training.checkpoints import Checkpoints
 from omni.training.progression import NoUpdateError
 from omni.training.trainer import Trainer
+from parallel.control import Control
+from parallel.control_tree import Tree
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +118,89 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(
     for refusal, _ in ranks.run(2, _restore, compose_config(keys)):
         assert isinstance(refusal, str)
         assert "holds checkpoints of another run (another, and this one is" in refusal
+
+
+class _Misread:
+    """A file of which one bit is read wrongly, behind the header."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+        self.start = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(0)
+
+    def __enter__(self) -> "_Misread":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def seek(self, at: int) -> None:
+        self.file.seek(at)
+
+    def readinto(self, into: memoryview) -> int:
+        behind = self.file.tell() >= self.start
+        count: int = self.file.readinto(into)
+        if behind and count:
+            into[0] ^= 1
+        return count
+
+
+def _restore_blindly(rank: int, config: Config, blind: int, how: str) -> int | str | None:
+    """Restore as `_restore`, where one rank does not see the files of ranks, or reads other bits."""
+    trainer = make_trainer(rank, config, 2)
+    original = Storage.open
+
+    def opening(storage: Storage, name: str) -> object:
+        if how == "missing":
+            raise FileNotFoundError(2, "No such file or directory", storage.path(name))
+        return _Misread(original(storage, name))
+
+    with patch.object(Storage, "open", opening if rank == blind else original):
+        try:
+            return trainer.restore()
+        except CheckpointError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("blind", "how", "words"),
+    [
+        (1, "missing", ("is not there on {host}", "seen by rank 0", "Is {storage} mounted on {host}")),
+        (1, "other bits", ("rank 0 on {host} has read the same, and it is as it was written", "memory")),
+        (0, "other bits", ("rank 1 on {host} has read the same, and it is as it was written", "memory")),
+    ],
+)
+def test_a_rank_that_reads_what_others_do_not_sets_nothing_aside(
+    ranks: RankPool, data: Path, trained: Path, tmp_path: Path, blind: int, how: str, words: tuple[str, ...]
+) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    config = compose_config(keys_of(data, tmp_path))
+    storage = Storage.at(tmp_path / "checkpoints")
+    for refusal in ranks.run(2, _restore_blindly, config, blind, how):
+        assert isinstance(refusal, str)
+        for word in (f"rank {blind}: ", f"{folder_of(6)}/{file_of(0)}", "Nothing was set aside", *words):
+            assert word.format(host=socket.gethostname(), storage=storage) in refusal
+    assert complete(storage) == [2, 4, 6]
+    assert [step for step, _ in ranks.run(2, _restore, config)] == [6, 6], "once the fault has passed"
+
+
+def test_a_warning_says_how_to_take_back_what_was_set_aside(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    storage, rank = Storage.at(tmp_path / "checkpoints"), cast(Rank, SimpleNamespace(is_first=True))
+    control = Control(0, Tree(1, 1), cast(Any, None), b"", 5)
+    checkpoints = Checkpoints(storage, RunFolder(tmp_path), rank, control, Keep(1))
+    checkpoints._give_up(6, "chunk 0")
+    assert complete(storage) == [2, 4]
+    found = re.search(
+        r"step_00000006 .* damaged: chunk 0.* rename its (\S+) to (\S+)\.\n", capsys.readouterr().err
+    )
+    assert found is not None
+    folder = tmp_path / "checkpoints" / folder_of(6)
+    (folder / found[1]).rename(folder / found[2])
+    assert complete(storage) == [2, 4, 6]
+    assert verify(storage, 6)["step"] == 6
 
 
 def test_a_data_parallel_rank_opens_its_own_file_alone(ranks: RankPool, data: Path, tmp_path: Path) -> None:
