@@ -150,8 +150,8 @@ def newest(storage: Storage) -> tuple[dict[str, Any] | None, list[tuple[int, str
             f"rename its {DAMAGED} to {MANIFEST})"
         )
         raise CheckpointError(
-            f"no checkpoint in {storage} is good: {found}. Restore one of them, or remove them all to train "
-            f"from the start."
+            f"no checkpoint in {storage} is good: {found}. Restore one of them, or train from the start in a "
+            f"new run folder."
         )
     return None, problems
 

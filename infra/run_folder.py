@@ -90,6 +90,11 @@ class RunFolder:
         """The folder of checkpoints."""
         return self.path / "checkpoints"
 
+    @property
+    def last_checkpoint(self) -> Path:
+        """Where the checkpoint lies that was there last, one line."""
+        return self.path / "last_checkpoint"
+
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` atomically: a reader, even after a crash, sees the old or the new file."""

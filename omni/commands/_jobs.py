@@ -290,6 +290,7 @@ def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None
     is written to it.
     """
     from infra.checkpoint import CheckpointError, newest
+    from infra.last_checkpoint import check_last
     from omni.training.fingerprint import check_fingerprint, fingerprint
     from omni.training.storage import storage_of
 
@@ -297,6 +298,7 @@ def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None
     try:
         manifest, _ = newest(storage)  # what is damaged is told by the rank that sets it aside
         if manifest is None:
+            check_last(folder, storage)
             return 0, 0, None
         _check_owner(folder, spec.config.train.checkpoint_dir)
         check_fingerprint(manifest, fingerprint(spec), storage)

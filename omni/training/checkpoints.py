@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from dataloader.storage import Storage
 from infra.checkpoint import DAMAGED, MANIFEST, RUN, Keep, claim, folder_of, newest, set_aside
+from infra.last_checkpoint import check_last, note_last
 from infra.run_folder import RunFolder, write_text
 from infra.saver import Saved, Saver
 from omni.rank.build import Rank
@@ -48,11 +50,17 @@ class Checkpoints:
         Raises:
             CheckpointError: if it could not be, or not in time.
         """
-        return self.saver.wait(timeout_s) if self.saver is not None else None
+        return self._noted(self.saver.wait(timeout_s)) if self.saver is not None else None
 
     def finished(self) -> Saved | None:
         """Return what was written since this was last asked, without waiting."""
-        return self.saver.finished() if self.saver is not None else None
+        return self._noted(self.saver.finished()) if self.saver is not None else None
+
+    def _noted(self, saved: Saved | None) -> Saved | None:
+        """Note what was saved in the run folder: the first rank does."""
+        if saved is not None and self.rank.is_first:
+            note_last(self.folder, self.storage, saved.step)
+        return saved
 
     def restore(self, check: Callable[[Mapping[str, Any]], None]) -> dict[str, Any] | None:
         """Load the newest good checkpoint on all ranks. Returns its manifest, None if there is no checkpoint.
@@ -63,13 +71,17 @@ class Checkpoints:
 
         Raises:
             CheckpointError: on every rank, if no checkpoint is good, are another run's, or one does not fit,
-                or if a rank reads one otherwise than the others do.
+                or if a rank reads one otherwise than the others do; if there is none, and was one before.
         """
+        # Before `_own`, which would write into a folder that something is to be mounted on.
+        from_first(self.control, partial(check_last, self.folder, self.storage))
         from_first(self.control, self._own)
         while (manifest := self._choose()) is not None:
             check(manifest)
             damage = load(self.storage, manifest, self.rank, self.control, self.rank.components)
             if damage is None:
+                if self.rank.is_first:
+                    note_last(self.folder, self.storage, manifest["step"])
                 return manifest
             self._give_up(manifest["step"], damage)
             self.control.barrier("loading")

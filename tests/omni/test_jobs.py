@@ -8,6 +8,7 @@ import pytest
 
 from dataloader.storage import Storage
 from infra.checkpoint import claim, commit
+from infra.last_checkpoint import note_last
 from infra.launchers.job import Job
 from infra.machine import Machine
 from infra.run_folder import RunFolder
@@ -53,6 +54,21 @@ def test_a_new_run_does_not_take_the_checkpoints_of_another_for_its_own(tmp_path
     folder.path.mkdir()
     folder.config.write_text("of an older version: true\n")
     assert _jobs._continued(folder, spec) == (7, 56, None)
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path):
+    store, folder = tmp_path / "kept", RunFolder(tmp_path / "run")
+    spec = SimpleNamespace(config=Config(train=TrainConfig(checkpoint_dir=str(store))))
+    folder.path.mkdir()
+    assert _jobs._continued(folder, spec) == (0, 0, None), "it has saved nothing yet"
+    note_last(folder, Storage.at(store), 4)
+    with pytest.raises(ConfigError) as refused:
+        _jobs._continued(folder, spec)
+    for word in ("train.checkpoint_dir", f"saved {store}/step_00000004", "mounted?", "from the start"):
+        assert word in str(refused.value)
+    assert not store.exists()
+    (folder.path / "last_checkpoint").unlink()
+    assert _jobs._continued(folder, spec) == (0, 0, None)
 
 
 @pytest.mark.parametrize("launcher", [{"setup": ["export A=ABCDEFGH"]}, {"env": {"A": "ABCDEFGH"}}])

@@ -203,6 +203,35 @@ def test_a_warning_says_how_to_take_back_what_was_set_aside(
     assert verify(storage, 6)["step"] == 6
 
 
+def _refused(rank: int, config: Config) -> str:
+    with pytest.raises(CheckpointError) as error:
+        make_trainer(rank, config, 2).run()
+    return str(error.value)
+
+
+def test_a_run_whose_store_is_empty_is_refused_and_left_as_it_was(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    store, run = tmp_path / "kept", tmp_path / "run"
+    keys = [*keys_of(data, run), "train.steps=2", f"train.checkpoint_dir={store}"]
+    config = compose_config(keys)
+    assert ranks.run(2, _train, config) == [2, 2]
+    records = (run / "metrics.jsonl").read_bytes()
+    store.rename(tmp_path / "away")
+    store.mkdir()
+    for refusal in ranks.run(2, _refused, config):
+        for word in ("train.checkpoint_dir", f"saved {store}/{folder_of(2)}", "mounted?", "from the start"):
+            assert word in refusal
+    assert list(store.iterdir()) == []
+    assert (run / "metrics.jsonl").read_bytes() == records
+    assert not (run / "metrics.jsonl.1").exists()
+    store.rmdir()
+    (tmp_path / "away").rename(store)
+    (run / "last_checkpoint").unlink()  # as of an earlier version
+    assert [step for step, _ in ranks.run(2, _restore, config)] == [2, 2]
+    assert (run / "last_checkpoint").read_text() == f"{store}/{folder_of(2)}\n"
+
+
 def test_a_data_parallel_rank_opens_its_own_file_alone(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     keys = overrides(data, tmp_path, "train.steps=1", "train.checkpoint_every=1", "train.eval_every=0")
     assert ranks.run(2, _train, compose_config(keys)) == [1, 1]
