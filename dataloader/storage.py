@@ -15,6 +15,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
+SYNCED = 256 * 2**20  # bytes that a local file system may hold in memory while a file is written
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "sha256")  # what file systems call a name for content
 
 
@@ -109,12 +110,22 @@ class Storage:
         return self.fs.open(self.path(name), "rb", cache_type="none")
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
-        """Write a file of `parts`, which are buffers, one after the other. Its folder is made if need be."""
+        """Write a file of `parts`, which are buffers, one after the other. Its folder is made if need be.
+
+        The next part is asked for when those before are written, and on a local file system all but SYNCED
+        bytes of them are on the disk: that a part is asked for is progress of the store.
+        """
         path = self.path(name)
         self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         with self.fs.open(path, "wb") as file:
+            pending = 0
             for part in parts:
                 file.write(part)
+                pending += memoryview(part).nbytes
+                if self.is_local and pending >= SYNCED:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    pending = 0
             if self.is_local:
                 file.flush()
                 os.fsync(file.fileno())

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
+from functools import partial
 from typing import Any
 
 from dataloader.storage import Storage
@@ -71,7 +72,8 @@ def save_checkpoint(
     written: list[Written] = []
     size = 0
     if problem is None:
-        problem = attempt(lambda: written.append(write_file(storage, run, step, rank, shard)))
+        coming = partial(control.coming, SAVING)
+        problem = attempt(lambda: written.append(write_file(storage, run, step, rank, shard, coming)))
         problem = first_problem(problem, control, SAVING)
         files = control.collect(SAVING, None if problem else astuple(written[0]))
         if rank == 0 and files is not None:
@@ -102,10 +104,18 @@ class Written:
     held: Mapping[str, Any]
 
 
-def write_file(storage: Storage, run: str, step: int, rank: int, shard: Shard) -> Written:
-    """Write the file of a rank. Raises what `write_shard` does."""
+def write_file(
+    storage: Storage,
+    run: str,
+    step: int,
+    rank: int,
+    shard: Shard,
+    going_on: Callable[[], object] = lambda: None,
+) -> Written:
+    """Write the file of a rank. Calls `going_on`, and raises, as `write_shard` does."""
     bound = {"run": run, "step": str(step), "rank": str(rank)}
-    return Written(*write_shard(storage, f"{folder_of(step)}/{file_of(rank)}", shard, bound), shard.held)
+    name = f"{folder_of(step)}/{file_of(rank)}"
+    return Written(*write_shard(storage, name, shard, bound, going_on), shard.held)
 
 
 def commit(

@@ -1,8 +1,9 @@
 """Saving beside training: the step pays for a copy in memory, a thread writes it."""
 
+import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,8 @@ from infra.checkpoint import CheckpointError, Keep, attempt, folder_of, save_che
 from infra.machine import give_way, release_memory
 from infra.shard_file import Shard
 from parallel.control import Control
+
+POLL_S = 0.5  # how often whoever waits for a save looks whether it goes on
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Saver:
         Raises:
             CheckpointError: if the save before this one failed.
         """
-        self._join(None)
+        self._join(None, lambda: None)
         self.thread = threading.Thread(
             target=self._save, args=(step, shard, describe), name="checkpoint", daemon=True
         )
@@ -52,13 +55,16 @@ class Saver:
         # Now and then is enough. Not on the thread above: one that gives way would hold locks of malloc.
         threading.Thread(target=release_memory, name="release", daemon=True).start()
 
-    def wait(self, timeout_s: float | None = None) -> Saved | None:
-        """Wait for the save that is under way, if there is one. Returns what `finished` does.
+    def wait(
+        self, timeout_s: float | None = None, going_on: Callable[[], object] = lambda: None
+    ) -> Saved | None:
+        """Wait for the save that is under way, if there is one. Returns what `finished` does. `going_on` is
+        called now and then while any rank is writing: not where a write hangs.
 
         Raises:
             CheckpointError: if it failed, or is not done in time.
         """
-        self._join(timeout_s)
+        self._join(timeout_s, going_on)
         return self.finished()
 
     def finished(self) -> Saved | None:
@@ -68,9 +74,14 @@ class Saver:
         saved, self.saved = self.saved, None
         return saved
 
-    def _join(self, timeout_s: float | None) -> None:
+    def _join(self, timeout_s: float | None, going_on: Callable[[], object]) -> None:
         if self.thread is not None:
-            self.thread.join(timeout_s)
+            until, came_at = time.monotonic() + (timeout_s or math.inf), self.control.came_at
+            while self.thread.is_alive() and (left_s := until - time.monotonic()) > 0:
+                self.thread.join(min(left_s, POLL_S))
+                if self.control.came_at != came_at:
+                    came_at = self.control.came_at
+                    going_on()
             if self.thread.is_alive():
                 raise CheckpointError(f"a checkpoint was not written in {timeout_s:g} s")
             self.thread = None

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -89,8 +89,15 @@ def pack(
     return Shard(entries, data, held, copied.synchronize)
 
 
-def write_shard(storage: Storage, name: str, shard: Shard, bound: Mapping[str, str]) -> tuple[int, str]:
+def write_shard(
+    storage: Storage,
+    name: str,
+    shard: Shard,
+    bound: Mapping[str, str],
+    going_on: Callable[[], object] = lambda: None,
+) -> tuple[int, str]:
     """Write a file that is `bound` to what these words say. Returns its bytes and the hash of its header.
+    `going_on` is called before each piece that is hashed or handed to the storage.
 
     Raises:
         NotFiniteError: if a number of a float tensor is not finite.
@@ -99,7 +106,7 @@ def write_shard(storage: Storage, name: str, shard: Shard, bound: Mapping[str, s
     shard.ready()
     data = shard.data.numpy()
     _check_finite(shard.entries, data)
-    hashes = "".join(_hash(data[start : start + CHUNK]) for start in range(0, len(data), CHUNK))
+    hashes = "".join(map(_hash, _pieces(data, CHUNK, going_on)))
     described = {
         key: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": (entry.start, entry.stop)}
         for key, entry in shard.entries.items()
@@ -108,9 +115,14 @@ def write_shard(storage: Storage, name: str, shard: Shard, bound: Mapping[str, s
     header = text.encode()
     header += b" " * (-len(header) % 8)
     head = len(header).to_bytes(_LENGTH, "little") + header
-    parts = (data[start : start + 16 * CHUNK] for start in range(0, len(data), 16 * CHUNK))
-    storage.write(name, (head, *parts))
+    storage.write(name, chain((head,), _pieces(data, 16 * CHUNK, going_on)))
     return len(head) + len(data), _hash(head)
+
+
+def _pieces(data: np.ndarray, size: int, going_on: Callable[[], object]) -> Iterator[np.ndarray]:
+    for start in range(0, len(data), size):
+        going_on()
+        yield data[start : start + size]
 
 
 def _check_finite(entries: Mapping[str, Entry], data: np.ndarray) -> None:

@@ -10,6 +10,8 @@ Invariants:
   JSON: nothing is unpickled.
 - A wait ends: with the answer, with an error that names the ranks that have not sent, after `timeout_s` from
   when their offer was first due at a rank above them, or at once when a process ends. One error ends all.
+- What is long is no hang while it goes on: a rank that says that it is `coming` to an exchange has all who
+  wait there begin to wait anew.
 """
 
 import json
@@ -33,9 +35,10 @@ from parallel.control_values import Layout, LayoutError, Part
 from parallel.stalls import StallError
 
 _HEAD = struct.Struct("!IBqB")  # bytes behind it, kind, step, bytes of the tag
-_UP, _DOWN, _LATE, _ABORT, _BYE = range(5)
+_UP, _DOWN, _LATE, _ABORT, _BYE, _COMING = range(6)
 _SHOWN = 8  # ranks that an error names
 _LARGEST = 2**30
+_COMING_S = 5.0  # how often a rank says so, at most
 _NOTHING = b"{}"
 
 Key = tuple[str, int]
@@ -72,6 +75,10 @@ class Control:
         self.sent = self.received = 0  # messages, over all time
         self.peers: dict[int, Peer] = {}
         self.problem: str | None = None
+        self.came_at = 0.0
+        """When any rank last said that it is coming, this one among them: seconds of the monotonic clock."""
+        self._often_s = min(_COMING_S, timeout_s / 20)
+        self._said_at = self._passed_at = 0.0
         self._pending: dict[Key, _Pending] = defaultdict(_Pending)
         self._layouts: dict[Key, Layout] = {}
         self._answers: dict[Key, Future[bytes]] = {}
@@ -137,6 +144,18 @@ class Control:
         """Return the value of the rank `source`, on every rank; otherwise as `share`."""
         return self.share(tag, {"": value} if self.rank == source else {})[""]
 
+    def coming(self, tag: str) -> None:
+        """Say that this rank goes on towards the next exchange of `tag`, as often as it likes: those who wait
+        there begin to wait anew. The thread that exchanges says so.
+        """
+        now = time.monotonic()
+        if now - self._said_at < self._often_s:
+            return
+        self._said_at = self.came_at = now
+        key = f"json:{tag}", self._numbers[tag]
+        if self._thread is not None:
+            self._do(lambda: self._renew(key))
+
     def close(self) -> None:
         """Leave, once what was sent has gone out. Whoever still waits for this rank learns it."""
         if self._thread is not None:
@@ -167,15 +186,21 @@ class Control:
 
     def _answer(self, key: Key, timeout_s: float | None = None) -> bytes:
         # Those above know who is late, and say so after `timeout_s`.
-        longest = timeout_s or 1.5 * self.timeout_s
-        try:
-            answer = self._answers[key].result(longest)
-        except NotYet:
+        longest, since = timeout_s or 1.5 * self.timeout_s, time.monotonic()
+        while True:
+            try:
+                answer = self._answers[key].result(max(0.0, since + longest - time.monotonic()))
+                break
+            except NotYet:
+                pending = self._pending.get(key)
+                if timeout_s is None and pending is not None and pending.since > since:
+                    since = pending.since
+                    continue
             above = self.tree.parent(self.rank)
             raise StallError(
                 f"rank {self.rank} waited at {_named(key)} for rank {self.rank if above is None else above}: "
                 f"no answer in {longest:g} s"
-            ) from None
+            )
         del self._answers[key]
         return answer
 
@@ -246,6 +271,8 @@ class Control:
             self._known(key, message, below=message)
         elif kind == _LATE:
             self._pending[key].late[peer.rank] = json.loads(message)
+        elif kind == _COMING:
+            self._renew(key, peer.rank)
         elif kind == _ABORT:
             self._fail(message.decode(), besides=peer.rank)
         elif kind == _BYE:
@@ -313,6 +340,27 @@ class Control:
                     f"all ranks waited at {_named(key)} for rank {names}: nothing was sent in "
                     f"{self.timeout_s:g} s"
                 )
+
+    def _renew(self, key: Key, told_by: int | None = None) -> None:
+        """Wait anew at `key`, since a rank is coming: word of it goes up, and from the first rank to all."""
+        now, above = time.monotonic(), self.tree.parent(self.rank)
+        self.came_at = now
+        # None is made: a rank at which nothing has arrived yet does not wait.
+        if (pending := self._pending.get(key)) is not None:
+            pending.since, pending.told = now, False
+            pending.late.clear()
+        if above is not None and told_by == above:
+            self._tell_below(key)
+        elif now - self._passed_at >= self._often_s / 2:  # else others have said so just now
+            self._passed_at = now
+            if above is None:
+                self._tell_below(key)
+            else:
+                self._send(above, _COMING, key, b"")
+
+    def _tell_below(self, key: Key) -> None:
+        for child in self.tree.children(self.rank):
+            self._send(child, _COMING, key, b"")
 
     def _gone(self, peer: Peer, why: str) -> None:
         if peer.left:

@@ -44,13 +44,16 @@ class Checkpoints:
         self.room = shard.data
         self.saver.start(step, shard, describe)
 
-    def wait(self, timeout_s: float | None = None) -> Saved | None:
-        """Wait until what was saved is written. Returns it, unless `finished` has already.
+    def wait(
+        self, timeout_s: float | None = None, going_on: Callable[[], object] = lambda: None
+    ) -> Saved | None:
+        """Wait until what was saved is written. Returns it, unless `finished` has already. `going_on` is
+        called now and then while any rank is writing.
 
         Raises:
             CheckpointError: if it could not be, or not in time.
         """
-        return self._noted(self.saver.wait(timeout_s)) if self.saver is not None else None
+        return self._noted(self.saver.wait(timeout_s, going_on)) if self.saver is not None else None
 
     def finished(self) -> Saved | None:
         """Return what was written since this was last asked, without waiting."""

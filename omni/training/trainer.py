@@ -406,7 +406,7 @@ class Trainer:
         """Wait until the last checkpoint is written, and report it."""
         start = time.perf_counter()
         self.where = f"step {self.step}: waiting until the last checkpoint is written"
-        report.saved(self.checkpoints.wait())
+        report.saved(self.checkpoints.wait(going_on=self.watchdog.beat))
         report.held_up(time.perf_counter() - start)
         self.watchdog.beat()
 

@@ -4,9 +4,11 @@ import os
 import pickle
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from uuid import uuid4
 
 import numpy as np
@@ -356,6 +358,53 @@ def test_a_save_goes_on_beside_its_caller_and_what_fails_is_raised_next(tmp_path
         with pytest.raises(CheckpointError, match=r"step 6 could not .*No space left.*step_00000005"):
             retry()
     assert complete(storage) == [5]
+
+
+def _save_slowly(rank: int, root: str, pauses: list[float]) -> tuple[str, int]:
+    """Save where the second rank takes so long for each piece in turn; say how that ended, and how often who
+    waited was told that it goes on.
+    """
+    storage, told = Storage.at(root), []
+    original = Storage.write
+
+    def write(storage: Storage, name: str, parts: Any) -> None:
+        kept = []
+        for number, part in enumerate(parts):
+            kept.append(part)
+            time.sleep(pauses[number] if number < len(pauses) else 0.0)
+        original(storage, name, kept)
+
+    saver = Saver(storage, "a run", Keep(2), connected(rank, 2, 2))
+    with patch.object(Storage, "write", write if rank == 1 else original):
+        saver.start(5, shard(rank, (9 * 2**20,)), {})  # of 36 MiB: ten pieces
+        try:
+            saver.wait(going_on=lambda: told.append(rank))
+        except CheckpointError as error:
+            return str(error), len(told)
+    return "saved", len(told)
+
+
+def test_a_slow_store_is_waited_for_while_it_takes_what_is_written(ranks: RankPool, tmp_path: Path) -> None:
+    for ended, told in ranks.run(2, _save_slowly, str(tmp_path), [0.5] * 9):
+        assert ended == "saved"
+        assert told >= 4
+    assert verify(Storage.at(tmp_path), 5)["step"] == 5
+
+
+def test_a_store_that_takes_nothing_more_ends_the_save_by_name(ranks: RankPool, tmp_path: Path) -> None:
+    for ended, _ in ranks.run(2, _save_slowly, str(tmp_path), [0.5, 0.5, 4.5]):
+        assert "all ranks waited at saving a checkpoint for rank 1: nothing was sent in 2 s" in ended
+    assert complete(Storage.at(tmp_path)) == []
+
+
+def test_a_long_file_is_brought_to_the_disk_as_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("dataloader.storage.SYNCED", 8)
+    monkeypatch.setattr("os.fsync", lambda file: synced.append(os.fstat(file).st_size))
+    Storage.at(tmp_path).write("long", [b"12345", np.zeros(5, np.uint8), b"123"])
+    assert synced == [10, 13]
 
 
 @pytest.mark.parametrize("given", ["/runs/a/checkpoints", "step_00000004", "/runs/a/step_", "/runs/step_4/x"])

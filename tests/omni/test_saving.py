@@ -27,6 +27,7 @@ from omni.planning.prepare import prepare_run
 from omni.rank.build import Rank
 from omni.training.checkpoints import Checkpoints
 from omni.training.progression import NoUpdateError
+from omni.training.reporter import Silent
 from omni.training.trainer import Trainer
 from parallel.control import Control
 from parallel.control_tree import Tree
@@ -201,6 +202,20 @@ def test_a_warning_says_how_to_take_back_what_was_set_aside(
     (folder / found[1]).rename(folder / found[2])
     assert complete(storage) == [2, 4, 6]
     assert verify(storage, 6)["step"] == 6
+
+
+def test_a_last_save_that_goes_on_is_progress_to_the_watchdog() -> None:
+    beats: list[int] = []
+
+    def wait(going_on: Any) -> None:
+        going_on()
+        going_on()
+
+    trainer = SimpleNamespace(
+        step=4, checkpoints=SimpleNamespace(wait=wait), watchdog=SimpleNamespace(beat=lambda: beats.append(1))
+    )
+    Trainer.finish_saving(cast(Trainer, trainer), Silent())
+    assert len(beats) == 3, "and once when it is done"
 
 
 def _refused(rank: int, config: Config) -> str:

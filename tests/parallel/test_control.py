@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -203,6 +204,63 @@ def test_a_rank_that_sends_nothing_is_named_on_all_others():
     assert found[5] is None
     assert {str(error) for error in found[:5] + found[6:]} == {
         "all ranks waited at step 9: plans for rank 5: nothing was sent in 2 s"
+    }
+
+
+@pytest.mark.parametrize("slow", [0, 5])
+def test_a_rank_that_is_coming_is_waited_for_beyond_the_time(slow):
+    def function(control):
+        if control.rank == slow:
+            for _ in range(30):
+                control.coming("saving")
+                time.sleep(0.1)
+        return control.gather("saving", control.rank), control.came_at
+
+    found = meet(7, 2, function, timeout_s=1)
+    assert not any(isinstance(of, StallError) for of in found), found
+    assert [ranks for ranks, _ in found] == [list(range(7))] * 7
+    assert max(time.monotonic() - came_at for _, came_at in found) < 2, "all ranks have heard of it"
+
+
+def test_of_a_rank_that_is_coming_and_one_that_hangs_the_latter_is_named():
+    """Also where both were late before, and were said to be."""
+    over = threading.Barrier(9)
+
+    def function(control):
+        try:
+            if control.rank == 4:
+                time.sleep(1.4)
+                for _ in range(5):
+                    control.coming("saving")
+                    time.sleep(0.1)
+            if control.rank != 5:
+                control.barrier("saving")
+        finally:
+            over.wait(30)
+
+    found = meet(9, 3, function, timeout_s=2)
+    assert {str(error) for error in found[:5] + found[6:]} == {
+        "all ranks waited at saving for rank 5: nothing was sent in 2 s"
+    }
+
+
+def test_a_rank_that_is_no_longer_coming_is_named():
+    over = threading.Barrier(7)
+
+    def function(control):
+        try:
+            if control.rank == 5:
+                for _ in range(15):
+                    control.coming("saving")
+                    time.sleep(0.1)
+            else:
+                control.barrier("saving")
+        finally:
+            over.wait(30)
+
+    found = meet(7, 2, function, timeout_s=1)
+    assert {str(error) for error in found[:5] + found[6:]} == {
+        "all ranks waited at saving for rank 5: nothing was sent in 1 s"
     }
 
 
