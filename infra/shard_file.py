@@ -59,6 +59,12 @@ class Shard:
     held: Mapping[str, Any]
     ready: Callable[[], object] = field(default=lambda: None)
 
+    def read(self) -> np.ndarray:
+        """Return `data` once it is whole."""
+        self.ready()
+        array: np.ndarray = self.data.numpy()
+        return array
+
 
 def pack(
     tensors: Mapping[str, torch.Tensor], held: Mapping[str, Any], room: torch.Tensor | None = None
@@ -103,8 +109,7 @@ def write_shard(
         NotFiniteError: if a number of a float tensor is not finite.
         OSError: if it cannot be written.
     """
-    shard.ready()
-    data = shard.data.numpy()
+    data = shard.read()
     _check_finite(shard.entries, data)
     hashes = "".join(map(_hash, _pieces(data, CHUNK, going_on)))
     described = {
