@@ -5,6 +5,7 @@ tells the `Recorder` that is entered on the thread, if there is one. All of it s
 """
 
 import contextlib
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,65 +15,15 @@ from torch import library as operators
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._mode_utils import no_dispatch
 
-from omni.rehearsal.recorder import note_wait
+from omni.rehearsal import fake_streams
+from omni.rehearsal.findings import WAITS
+from omni.rehearsal.recorder import note_wait, recorder_here
 
 CAPABILITY = (9, 0)
 _MEMORY = 80 << 30
 # Ops with a CUDA kernel of their own, which a torch without CUDA would take apart on this device.
 _WITH_KERNEL = ("silu_backward", "_fused_rms_norm", "_fused_rms_norm_backward")
 _DEVICES = 8  # of a node: a rank uses one of them
-
-
-class Stream:
-    """A stream on which nothing runs."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, other: "Stream") -> None:
-        """Order this stream after another: the host does not wait."""
-
-    def wait_event(self, event: "Event") -> None:
-        """Order this stream after an event: the host does not wait."""
-
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        """Return the event."""
-        return event or Event()
-
-    def synchronize(self) -> None:
-        """Make the host wait."""
-        note_wait("stream.synchronize()")
-
-    def query(self) -> bool:
-        """Whether all work is done."""
-        return True
-
-
-class Event:
-    """An event that has always happened."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Put the event on a stream."""
-
-    def wait(self, stream: Stream | None = None) -> None:
-        """Order a stream after the event: the host does not wait."""
-
-    def query(self) -> bool:
-        """Whether it has happened."""
-        return True
-
-    def synchronize(self) -> None:
-        """Make the host wait."""
-        note_wait("event.synchronize()")
-
-    def elapsed_time(self, end: "Event") -> float:
-        """Milliseconds to a later event."""
-        return 0.0
 
 
 class _Properties:
@@ -91,17 +42,17 @@ class _Generator:
         pass
 
 
-def install() -> None:
+def install(guard: ctypes.PyDLL) -> None:
     """Answer torch.cuda's calls, and what tensors of a torch without CUDA refuse on device "cuda"."""
     _answer_for_the_device()
     _answer_for_tensors()
+    fake_streams.install(guard)
     # megatron's fused functions are compiled on a GPU. Here they run op by op: no fewer launches than there.
     _dynamo.config.disable = True
 
 
 def _answer_for_the_device() -> None:
     cuda: Any = torch.cuda
-    default = Stream()
     answers = {
         "is_available": True,
         "is_initialized": True,
@@ -115,17 +66,13 @@ def _answer_for_the_device() -> None:
         "max_memory_allocated": 0,
         "memory_reserved": 0,
         "mem_get_info": (_MEMORY, _MEMORY),
-        "current_stream": default,
-        "default_stream": default,
     }
     for name in ("init", "_lazy_init", "set_device", "manual_seed", "manual_seed_all"):
         answers[name] = None
     for name, answer in answers.items():
         setattr(cuda, name, _always(answer))
-    for name in ("synchronize", "empty_cache"):
-        setattr(cuda, name, _waiting(f"cuda.{name}()"))
-    cuda.Stream, cuda.Event = Stream, Event
-    cuda.stream = cuda.device = _here
+    cuda.empty_cache = lambda: note_wait("cuda.empty_cache()")
+    cuda.device = _here
     cuda.default_generators = (_Generator(),) * _DEVICES
     c: Any = torch._C
     c._cuda_getDevice = _always(0)
@@ -139,17 +86,13 @@ def _always(answer: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: answer
 
 
-def _waiting(what: str) -> Callable[..., None]:
-    return lambda *args, **kwargs: note_wait(what)
-
-
 def _never_runs(*args: Any) -> Any:
     raise AssertionError("a kernel ran on a device that is not there")
 
 
 @contextlib.contextmanager
-def _here(device_or_stream: Any) -> Iterator[None]:
-    """Enter a device or a stream: there is one of each."""
+def _here(device: Any) -> Iterator[None]:
+    """Enter a device: there is one."""
     yield
 
 
@@ -161,9 +104,9 @@ def _answer_for_tensors() -> None:
     tensor.is_pinned = lambda self, *args: getattr(
         self if self._base is None else self._base, "_pinned", False
     )
-    tensor.record_stream = lambda self, stream: None
     tensor.type = _type_name(tensor.type)
     fake.tolist = _listed(fake.tolist)
+    fake.numpy = _as_array(fake.numpy)
     module.to = _move
 
 
@@ -189,14 +132,30 @@ def _listed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Tensor.tolist(), with ones for the numbers of the device, there or copied: who reads it is to go on."""
 
     def tolist(self: FakeTensor) -> Any:
+        recorder = recorder_here()
         if self.device.type == "cuda":
-            note_wait("tolist()")
-        elif not self.is_pinned():
+            if recorder is not None:
+                recorder.note(WAITS, "tolist()")
+                recorder.order.read([self], "tolist")
+        elif recorder is None or not recorder.order.on_host(self, "tolist", writes=False):
             return original(self)
         with no_dispatch():
             return torch.ones(self.shape).tolist()
 
     return tolist
+
+
+def _as_array(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Tensor.numpy(), with zeros for what has come from the device."""
+
+    def numpy(self: FakeTensor, *args: Any, **kwargs: Any) -> Any:
+        recorder = recorder_here()
+        if recorder is None or not recorder.order.on_host(self, "numpy", writes=False):
+            return original(self, *args, **kwargs)
+        with no_dispatch():
+            return torch.zeros((), dtype=self.dtype).expand(self.shape).numpy()
+
+    return numpy
 
 
 def _move(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

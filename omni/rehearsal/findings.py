@@ -1,7 +1,8 @@
 """What costs a GPU and not a CPU, where it was found, and what of it is known and allowed.
 
 A host that waits for the device stops queueing launches, and all that the device does while the host catches
-up is nothing. float64 runs at half the speed of float32 at best, on many GPUs at a sixty-fourth.
+up is nothing. float64 runs at half the speed of float32 at best, on many GPUs at a sixty-fourth. What nothing
+orders (`order.py`) goes wrong there now and then, and nobody sees where.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 
 from omni.rehearsal.launches import BEHIND
 
-WAITS, DOUBLE = "the host waits", "float64"
+WAITS, DOUBLE, ORDER = "the host waits", "float64", "nothing orders"
 
 
 class DynamicShapeError(RuntimeError):
@@ -20,8 +21,8 @@ class DynamicShapeError(RuntimeError):
 class Finding:
     """`what` happened on a `thread` during a `phase` of the step, at a `line` of a `function`.
 
-    `kind` is WAITS or DOUBLE. The function is the innermost one that is not torch's, by its full name; where
-    it is megatron's, `caller` is the innermost one of ours, with its line.
+    `kind` is WAITS, DOUBLE or ORDER. The function is the innermost one that is not torch's, by its full name;
+    where it is megatron's, `caller` is the innermost one of ours, with its line.
     """
 
     phase: str
@@ -59,6 +60,7 @@ class Allowed:
 ALLOWED = (
     Allowed(WAITS, "build", "", "start-up: weights are drawn on the host"),
     Allowed(WAITS, BEHIND, "ops.device.to_host", "where the host learns of a step, with the next one queued"),
+    Allowed(WAITS, "checkpoint", "infra.shard_file", "the thread that writes a file waits for the copies"),
     Allowed(WAITS, "restore", "", "start-up: the host reads files"),
     Allowed(
         WAITS,

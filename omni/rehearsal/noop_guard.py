@@ -33,10 +33,10 @@ def install() -> None:
             "--device cuda: torch was imported already, and asks only once for a GPU: give the rehearsal a "
             "process of its own"
         )
-    ctypes.CDLL(str(built()), ctypes.RTLD_GLOBAL)
+    guard = ctypes.PyDLL(str(built()), ctypes.RTLD_GLOBAL)
     from omni.rehearsal import fake_cuda
 
-    fake_cuda.install()
+    fake_cuda.install(guard)
 
 
 def built() -> Path:

@@ -8,11 +8,8 @@ goes on; a shape that depends on numbers cannot be answered.
 """
 
 import re
-import sys
-import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from omni.rehearsal.findings import DOUBLE, WAITS, DynamicShapeError, Finding
+from omni.rehearsal.call_sites import CallSites, thread_name
+from omni.rehearsal.findings import DOUBLE, ORDER, WAITS, DynamicShapeError, Finding
 from omni.rehearsal.kernels import kernels_of
 from omni.rehearsal.launches import NOT_MEMORY, Launches
+from omni.rehearsal.order import Ordering
 from pipeline.ops import Kind, Op
 
 _DEVICE = torch.ops.prim.device.default
-# Modules whose frames are not where something comes from.
-_BELOW = {"torch", "contextlib", "functools", "threading", "concurrent", "importlib"}
 _BEFORE = ("build", "assemble")  # phases before the first step
 # Ops that run nothing, beside views.
 _NO_LAUNCH = re.compile(
@@ -54,6 +51,8 @@ class Recorder(TorchDispatchMode):
         self._flops: Counter[str] = Counter()
         self._copies: Counter[str] = Counter()  # to the device
         self.unknown: Counter[str] = Counter()  # operators of which nobody knows what they launch
+        self.order = Ordering(lambda: self.phase, lambda what: self.note(ORDER, what))
+        self._sites = CallSites()
         self.at("build")
 
     def at(self, where: str | Op) -> None:
@@ -84,7 +83,7 @@ class Recorder(TorchDispatchMode):
 
     def note(self, kind: str, what: str) -> Finding:
         """Note a finding where the thread is now."""
-        found = Finding(self.phase, _thread(), kind, what, *_place(sys._getframe(1)))
+        found = Finding(self.phase, thread_name(), kind, what, *self._sites.here())
         self.findings[found] += 1
         return found
 
@@ -103,35 +102,45 @@ class Recorder(TorchDispatchMode):
             raise DynamicShapeError(str(found)) from None
         if kwargs.get("pin_memory"):
             out._pinned = True  # which a fake tensor forgets
-        if name in ("copy_", "_to_copy"):
-            self._copy(name, args, kwargs, out)
-        self._launch(func, name, args, kwargs, out)
+        waits = name in ("copy_", "_to_copy") and self._copy(name, args, kwargs, out)
+        kind = _kind(func, name)
+        if kind is not None:
+            self._launch(kind, func, args, kwargs, out)
+            self.order.ran(func, args, kwargs, out, waits=waits)
+        elif not func.is_view:
+            self.order.made(out)
         return out
 
     def _answer(self, name: str, args: tuple[Any, ...]) -> bool | int | float:
         """Note that the host reads a number, and give it one."""
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        assert any(x.is_cuda for x in tensors), f"{name}: a fake world has lost a number of the host"
-        self.note(WAITS, "a number is read" if name == "_local_scalar_dense" else name)
+        if any(x.is_cuda for x in tensors):
+            self.note(WAITS, "a number is read" if name == "_local_scalar_dense" else name)
+            self.order.read(tensors, name)
+        else:
+            came = any(self.order.on_host(x, name, writes=False) for x in tensors)
+            assert came, f"{name}: a fake world has lost a number of the host"
         dtype = tensors[0].dtype
         return True if dtype is torch.bool or name == "equal" else 1.0 if dtype.is_floating_point else 1
 
-    def _copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
+    def _copy(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> bool:
+        """Note a copy between host and device, and whether the host waits for it, which is returned."""
         source, target = (args[0], out) if name == "_to_copy" else (args[1], args[0])
         if source.is_cuda == target.is_cuda:
-            return
+            return False
         self._copies[self.phase] += target.is_cuda
         asked = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
-        pinned = (target if source.is_cuda else source).is_pinned()
-        if not (asked and pinned):
+        # torch makes what it need not wait for in pinned memory (_to_copy, TensorConversions.cpp).
+        made = bool(asked) and name == "_to_copy" and source.is_cuda
+        pinned = made or (target if source.is_cuda else source).is_pinned()
+        if waits := not (asked and pinned):
             way = "from the device" if source.is_cuda else "to the device"
             memory = "pinned" if pinned else "pageable"
             self.note(WAITS, f"a copy {way}, {memory}, {'non-' if asked else ''}blocking")
+        return waits
 
-    def _launch(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        kind = _kind(func, name)
-        if kind is None:
-            return
+    def _launch(self, kind: str, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        name = func._opname
         if kind == "product":
             _check_dtypes(name, args)
         read = () if kind == "fill" else args[1:] if name == "copy_" else args
@@ -154,11 +163,17 @@ class Recorder(TorchDispatchMode):
             self.note(DOUBLE, name)
 
 
+def recorder_here() -> Recorder | None:
+    """Return the recorder that is entered on this thread, if there is one."""
+    found = (mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Recorder))
+    return next(found, None)
+
+
 def note_wait(what: str) -> None:
     """Tell the recorder that is entered on this thread, if there is one, that the host waits."""
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, Recorder):
-            mode.note(WAITS, what)
+    recorder = recorder_here()
+    if recorder is not None:
+        recorder.note(WAITS, what)
 
 
 def _phase(op: Op) -> str:
@@ -193,25 +208,3 @@ def _check_dtypes(name: str, args: tuple[Any, ...]) -> None:
     dtypes = {x.dtype for x in factors if x.is_floating_point()}  # where groups end is no factor
     if len(dtypes) > 1:
         raise RuntimeError(f"{name}: a product of {' and '.join(sorted(map(str, dtypes)))}")
-
-
-def _thread() -> str:
-    name = threading.current_thread().name
-    if name == "MainThread":
-        return "engine"
-    return "autograd" if name.startswith("Dummy") else name.split("_")[0]
-
-
-def _place(frame: FrameType | None) -> tuple[str, int, str]:
-    """The innermost function that is not torch's with its line, and that of ours which called megatron's."""
-    inner = None
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__", ""))
-        if module.partition(".")[0] not in _BELOW and not module.startswith("omni.rehearsal"):
-            function = f"{module}.{frame.f_code.co_qualname}"
-            if not module.startswith("megatron."):
-                return (*inner, f"{function}:{frame.f_lineno}") if inner else (function, frame.f_lineno, "")
-            inner = inner or (function, frame.f_lineno)
-        frame = frame.f_back
-    node: Any = torch._C._current_autograd_node()
-    return (*inner, "") if inner else (f"autograd.{node.name() if node else 'unknown'}", 0, "")

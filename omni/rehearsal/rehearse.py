@@ -217,10 +217,17 @@ def _footprint(own: Rank, meter: Meter) -> Footprint:
 
 
 def _checkpoint(own: Rank, seen: Instruments) -> None:
-    """Copy what a checkpoint of the rank would hold, and load it."""
+    """Copy what a checkpoint of the rank would hold, read it on a thread beside the engine's, and load it."""
+
+    def write() -> None:
+        with seen.entered():
+            shard.read()
+
     with saving_all():
         seen.at("checkpoint")
         shard = snapshot(own.components, own.names, own.stage)
+        with ThreadPoolExecutor(1, "checkpoint") as thread:
+            thread.submit(write).result()
         seen.at("restore")
         read_state([shard.held], _unwritten, own.components, own.names, own.stage, 0)
         spread_weights(own.components)

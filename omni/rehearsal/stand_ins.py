@@ -28,6 +28,7 @@ from omni.models.towers.probe import Prepared
 from omni.rank import build, inputs, state
 from omni.rank.totals import StepSums, StepTotals
 from omni.rehearsal.meter import Meter
+from omni.rehearsal.recorder import recorder_here
 from ops import attention
 from parallel.lane import Lane
 from parallel.layout import split_evenly
@@ -98,7 +99,9 @@ def even_routing(
         """Wait for what was counted, which is fake."""
         assert dispatcher.arrived is not None
         assert dispatcher.order is not None
-        dispatcher.arrived()
+        arrived = dispatcher.arrived()
+        if (recorder := recorder_here()) is not None:
+            recorder.order.on_host(arrived, "numpy", writes=False)
         members = dist.get_process_group_ranks(dispatcher.group)
         counts = np.array([split_evenly(tokens(rank) * moe.topk, moe.experts) for rank in members])
         own = counts[dispatcher.group.rank()].sum()

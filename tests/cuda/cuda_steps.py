@@ -16,10 +16,17 @@ GPU = torch.device("cuda", 0)
 
 
 def run_case(
-    case: Case, rank: int, folder: Path, device: torch.device = GPU, layers: int = 2, samples: int = 2
+    case: Case,
+    rank: int,
+    folder: Path,
+    device: torch.device = GPU,
+    layers: int = 2,
+    samples: int = 2,
+    zero: int = 1,
 ) -> Rehearsal:
     """Rehearse a rank of a combination of the parity matrix, in bf16, with few layers and samples."""
     config = configure(case, folder)
+    config.layout.llm.zero = zero
     config.train.precision = "bf16"
     config.model.llm.layers = max(layers, case.pp * case.layout.parts)
     config.model.encoders["image"]["layers"] = layers

@@ -1,0 +1,295 @@
+"""Faults of order between streams, and where each is planted. For the process on fake CUDA.
+
+A GPU shows them now and then, as wrong numbers; a CPU never. Those with a citation were bugs of others: the
+line beside it says what theirs was.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_steps import run_case
+from parity_matrix import Case
+
+from infra import shard_file
+from omni.rank import inputs, sharded_adamw, state, step
+from omni.rank.part_buckets import PartBuckets
+from omni.rank.totals import StepSums
+from omni.rehearsal.findings import ORDER
+from ops.norm import Norm
+from parallel import collectives, exchange, shipping
+from parallel.lane import Lane
+from parallel.partitions import PartitionedPart
+from pipeline.engine import _RunningStep
+
+ONE_RANK, DP, CP, PP = Case(), Case(dp=2), Case(cp=2), Case(pp=2)
+TWO_LEVEL = Case(cp=4, boundary="two_level")
+
+
+@dataclass(frozen=True)
+class Race:
+    """`wrong` makes of the function `name` of `owner` a faulty one; a rank of `case` runs with it.
+
+    `zero` is its stage of ZeRO.
+    """
+
+    owner: Any
+    name: str
+    wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
+    case: Case = ONE_RANK
+    zero: int = 1
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(self.owner, self.name, self.wrong(getattr(self.owner, self.name)))
+
+
+def before(do: Callable[..., object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`do` first, on the same arguments."""
+
+    def wrong(original: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            do(*args, **kwargs)
+            return original(*args, **kwargs)
+
+        return faulty
+
+    return wrong
+
+
+def after(do: Callable[..., object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """`do` last, on the same arguments."""
+
+    def wrong(original: Callable[..., Any]) -> Callable[..., Any]:
+        def faulty(*args: Any, **kwargs: Any) -> Any:
+            done = original(*args, **kwargs)
+            do(*args, **kwargs)
+            return done
+
+        return faulty
+
+    return wrong
+
+
+def instead(do: Callable[..., object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    return lambda original: do
+
+
+def on_side_stream(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The whole function on a stream of its own, for which nobody waits."""
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.stream(behind_current()):
+            return original(*args, **kwargs)
+
+    return faulty
+
+
+def _beside(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The whole function on a stream that waits for none."""
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return original(*args, **kwargs)
+
+    return faulty
+
+
+def behind_current() -> torch.cuda.Stream:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    return side
+
+
+class NeverWaited:
+    """A work whose `wait` waits for nothing."""
+
+    def wait(self, *args: Any) -> None:
+        pass
+
+
+# In a layer, on what its norm takes in.
+
+
+def _not_awaited(norm: Norm, x: torch.Tensor) -> None:
+    y = x * 2
+    with torch.cuda.stream(torch.cuda.Stream()):
+        y.sum()
+
+
+def _given_aside(norm: Norm, x: torch.Tensor) -> None:
+    with torch.cuda.stream(behind_current()):
+        y = x * 2
+    dist.all_reduce(y, async_op=True).wait()
+
+
+def _freed(norm: Norm, x: torch.Tensor) -> None:
+    y = x * 2
+    with torch.cuda.stream(behind_current()):
+        y.sum()
+    del y
+    x * 3
+
+
+def _let_go_by_wait(norm: Norm, x: torch.Tensor) -> None:
+    y = x * 2
+    with torch.cuda.stream(behind_current()):
+        work = dist.all_reduce(y, async_op=True)
+        work.wait()
+    del y
+    x * 3
+
+
+def _flattened_aside(norm: Norm, x: torch.Tensor) -> None:
+    side = behind_current()
+    with torch.cuda.stream(side):
+        y = x * 2
+    torch.cuda.current_stream().wait_stream(side)
+    y.sum()
+    del y
+    with torch.cuda.stream(side):
+        x * 3
+
+
+def _reloaded(norm: Norm, x: torch.Tensor) -> None:
+    room = torch.empty(x.shape, dtype=x.dtype, device="cpu").pin_memory()
+    with torch.cuda.stream(behind_current()):
+        room.copy_(x, non_blocking=True)
+    room.to(x.device, non_blocking=True)
+
+
+def _overwritten(norm: Norm, x: torch.Tensor) -> None:
+    y = x * 2
+    with torch.cuda.stream(behind_current()):
+        y.sum()
+    y.zero_()
+
+
+# In a step.
+
+
+def _popped(buckets: PartBuckets, layer: int) -> bool:
+    while buckets.coming:
+        buckets.coming.popleft().group.param_gather_handle = None
+    return False
+
+
+def _scaled_aside(buckets: PartBuckets, layer: int) -> None:
+    grad = vars(next(iter(buckets.buckets[0].group.params)))["main_grad"]
+    with torch.cuda.stream(behind_current()):
+        grad.mul_(2)
+
+
+def _added_meanwhile(buckets: PartBuckets, layer: int) -> None:
+    if not buckets.left:
+        for parameter in buckets.buckets[0].group.params:
+            vars(parameter)["main_grad"].add_(1)
+
+
+def _asks_itself(lane: Lane, job: Callable[[], Any]) -> Any:
+    assert lane._stream is not None
+    with torch.cuda.stream(lane._stream):
+        lane._stream.wait_stream(torch.cuda.current_stream())
+        return job()
+
+
+def _one_hop_ahead(
+    incoming: torch.Tensor, outgoing: torch.Tensor, gets: Any, sends: Any, stop: Any, group: Any
+) -> Any:
+    held = outgoing.new_empty(len(stop.order), outgoing.shape[1])
+    collectives.all_to_all(held, outgoing, stop.receive_counts, sends, group)
+    return collectives.all_to_all(incoming, held.index_select(0, stop.order), gets, stop.send_counts, group)
+
+
+def _taken_off(flight: Any, prepared: Any) -> None:
+    flight.work = NeverWaited()
+
+
+def _cleared(running: _RunningStep, op: Any) -> None:
+    running.outbox[op.kind, op.index, op.part].zero_()
+
+
+def _gathered_unseen(part: PartitionedPart, layer: int) -> None:
+    for number, (matrix, _) in part.whole.get(layer, {}).items():
+        part.whole[layer][number] = matrix, None
+
+
+def _read_early(sums: StepSums) -> Any:
+    return sums.summed.to("cpu", non_blocking=True).tolist()
+
+
+def _reused(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    pinned = tensor.pin_memory()
+    there = pinned.to(device, non_blocking=True)
+    pinned.zero_()
+    return there
+
+
+def _never_ready(shard: shard_file.Shard) -> Any:
+    return shard.data.numpy()
+
+
+FAULTS = {
+    # NVIDIA/Megatron-LM#2044: DDP copied weights into its buffers on a stream that did not wait for the one
+    # that had drawn them.
+    "weights laid out on a stream of their own": Race(
+        sharded_adamw,
+        "_with_buffers",
+        _beside,
+        DP,
+    ),
+    # NVIDIA/Megatron-LM#3670: hooks changed gradients on a stream that their reduction did not wait for.
+    "gradients scaled on a side stream": Race(PartBuckets, "reduce_behind", before(_scaled_aside), DP),
+    # NVIDIA/Megatron-LM#5222: the next layer's gradients went into a buffer that was still being reduced.
+    "gradients added while they are reduced": Race(PartBuckets, "reduce_behind", after(_added_meanwhile), DP),
+    # NVIDIA/Megatron-LM#6187: memory of one stream was let go of while the stream of reductions used it.
+    "memory freed while a side stream reads it": Race(Norm, "forward", before(_freed)),
+    # pytorch/pytorch#188655: a collective's wait on a third stream let its tensors go back to the first.
+    "memory let go by a wait elsewhere": Race(Norm, "forward", before(_let_go_by_wait), DP),
+    # pytorch/pytorch#18465: a tensor of a worker's stream went back to it while another one used it.
+    "memory of a side stream read elsewhere": Race(Norm, "forward", before(_flattened_aside)),
+    # pytorch/torchtitan#2581: inside the block of a stream the current stream is that one, which waited for
+    # itself.
+    "a lane that waits for itself": Race(Lane, "run_long", instead(_asks_itself), TWO_LEVEL),
+    # pytorch/pytorch#37944: DDP ended its reduction on another stream than the one that went on.
+    "totals on a side stream": Race(step, "sum_totals", on_side_stream),
+    # pytorch/pytorch#185252: a copy to the host was read before anybody knew that it had come.
+    "numbers read before they have come": Race(StepSums, "read", before(_read_early)),
+    # pytorch/pytorch#127612: pinned memory was changed before the copy out of it had run.
+    "pinned memory used again": Race(inputs, "to_device", instead(_reused)),
+    # NVIDIA/Megatron-LM#7398: activations came back from pinned memory that they were still on their way to.
+    "reload before the offload is done": Race(Norm, "forward", before(_reloaded)),
+    # pytorch/pytorch#195281: a group of threads read on one stream what another was still writing.
+    "input of a side stream that does not wait": Race(Norm, "forward", before(_given_aside), DP),
+    "memory read before it is written": Race(Norm, "forward", before(_not_awaited)),
+    "memory overwritten while a side stream reads it": Race(Norm, "forward", before(_overwritten)),
+    "weights used before they are gathered": Race(PartBuckets, "arrive", instead(_popped), DP),
+    "second hop before the first": Race(shipping, "two_hops", instead(_one_hop_ahead), TWO_LEVEL),
+    "rows of an exchange not waited for": Race(exchange, "_receive", before(_taken_off), CP),
+    "activations not waited for": Race(_RunningStep, "wait_for", instead(lambda running, work, op: None), PP),
+    "message changed while it is sent": Race(_RunningStep, "send", after(_cleared), PP),
+    "matrices used before they are gathered": Race(
+        PartitionedPart,
+        "_start",
+        after(_gathered_unseen),
+        Case(dp=2, domain="dp"),
+        zero=3,
+    ),
+    "checkpoint written before it is copied": Race(shard_file.Shard, "read", instead(_never_ready)),
+    "checkpoint copied on a side stream": Race(state, "pack", on_side_stream),
+}
+
+
+def found(name: str, folder: Path) -> list[str]:
+    """Plant a fault, rehearse a rank, and return what is said of order."""
+    return said_of(FAULTS[name], folder)
+
+
+def said_of(fault: Race, folder: Path) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        fault.plant(patch)
+        findings = run_case(fault.case, 0, folder, layers=1, samples=1, zero=fault.zero).findings
+    return [str(finding) for finding in sorted(findings) if finding.kind == ORDER]
