@@ -28,7 +28,8 @@ nothing is stored and no other rank is there. Prints what each holds at its full
 beside what the analytic model says. Each expert is taken to get the same share of every rank's tokens. Which
 rank holds most is found without being asked, by the model; --rank asks for others.
 With --device cuda the tensors are a GPU's, of which none is needed: prints what each kind of op launches and
-is bound by, at the speeds of `cluster`, and exits with 1 if the host would wait where it is not known to.
+is bound by, at the speeds of `cluster`, and exits with 1 if the host would wait where it is not known to, or
+nothing orders what two streams do with the same memory.
 With --domain all ranks of a domain run, one after the other, and whether they meet is all that is printed: in
 each group the same collectives in the same order, and none that waits for another for ever. If not, 1.
 Overrides as for `omni train`; launch.ranks is two unless given.
@@ -61,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rehearse and print. Returns 1 if the verifier refuses the plan, the host waits where it must not or
-    ranks do not meet, 2 for a user's mistake.
+    """Rehearse and print. Returns 1 if the verifier refuses the plan, the host waits where it must not,
+    something is not in order or ranks do not meet, 2 for a user's mistake.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # fake tensors need no device, whatever this machine has
     from omni.rehearsal.findings import DynamicShapeError
@@ -245,7 +246,7 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
             yield "  counted as one launch a call, as nobody has said what they launch: " + ", ".join(
                 rehearsal.unknown
             )
-        yield "\ntimes  the host waits, or float64"
+        yield "\ntimes  the host waits, float64, or nothing orders"
         yield from (f"{count:5}  {found}" for found, count in sorted(rehearsal.findings.items()))
     yield f"\nbuilt in {rehearsal.build_s:.1f} s, run in {rehearsal.step_s:.1f} s of CPU\n"
 
