@@ -109,10 +109,10 @@ class Ordering:
         if memory is None or not memory.pinned:
             return False
         start, stop = span(tensor)
-        left = []
-        for touch in memory.touches:
+        left = {}
+        for key, touch in memory.touches.items():
             if touch.stop <= start or stop <= touch.start:
-                left.append(touch)
+                left[key] = touch
             elif not is_over(touch, self.clocks.host()) and (writes or touch.writes):
                 what = "writes" if writes else "reads"
                 self._clash(f"{op} on the host {what}", touch, start, stop)
@@ -173,20 +173,25 @@ class Ordering:
         clock = self.clocks.of(by.stream)
         if memory.over:
             self._check_reuse(memory, by, clock)
-        left = []
-        for touch in memory.touches:
+        own = (by.stream, start, stop, writes)
+        memory.streams.add(by.stream)
+        if len(memory.streams) == 1:  # most memory is one stream's alone, in order and in many views
+            memory.touches[own] = Touch(by, start, stop, writes)
+            return
+        left = {}
+        for key, touch in memory.touches.items():
             if touch.stop <= start or stop <= touch.start:
-                left.append(touch)
+                left[key] = touch
             elif touch.by.stream != by.stream and not is_over(touch, clock):
                 if writes or touch.writes:
                     what = "writes" if writes else "reads"
                     self._clash(f"{by.op} on {self._name(by.stream)} {what}", touch, start, stop)
                 else:
-                    left.append(touch)
+                    left[key] = touch
             elif start > touch.start or touch.stop > stop or (touch.writes and not writes):
-                left.append(touch)
-        left.append(Touch(by, start, stop, writes))
-        memory.touches = left
+                left[key] = touch
+        left[own] = Touch(by, start, stop, writes)
+        memory.touches, memory.streams = left, {touch.by.stream for touch in left.values()}
 
     def _clash(self, what: str, touch: Touch, start: int, stop: int) -> None:
         size = min(stop, touch.stop) - max(start, touch.start)
@@ -232,7 +237,7 @@ class Ordering:
             self._pinned -= memory is not None
             return
         safe = {memory.stream, *memory.kept}
-        others = [touch for touch in memory.touches if touch.by.stream not in safe]
+        others = [touch for touch in memory.touches.values() if touch.by.stream not in safe]
         if not others:
             return
         freed = Freed(memory.size, others)

@@ -44,15 +44,16 @@ class Freed(NamedTuple):
 
 @dataclass
 class Allocation:
-    """A live storage: whose stream's it is, its last touches, the works that hold it, the streams that it was
-    recorded for, and freed memory that it may lie in.
+    """A live storage: whose stream's it is, its last touches and their streams, the works that hold it, the
+    streams that keep it from being used again, and freed memory that it may lie in.
     """
 
     stream: Hashable
     size: int
     watch: weakref.ref[Any]
     pinned: bool = False
-    touches: list[Touch] = field(default_factory=list)
+    touches: dict[Hashable, Touch] = field(default_factory=dict)
+    streams: set[Hashable] = field(default_factory=set)
     works: set[int] = field(default_factory=set)
     kept: set[Hashable] = field(default_factory=set)
     over: list[Freed] = field(default_factory=list)
