@@ -17,9 +17,15 @@ from omni.rehearsal import noop_guard
 COMMAND = ("rehearse", "--dry", "--device", "cuda", "--json", "--rank", "1")
 STRICT = """\
 import sys
-from omni.rehearsal import findings
+from omni.rehearsal import findings, noop_guard
 from omni.__main__ import main
 findings.ALLOWED = findings.ALLOWED[1:]
+install = noop_guard.install
+def with_a_race():
+    install()
+    from infra.shard_file import Shard
+    Shard.read = lambda shard: shard.data.numpy()  # whether it is whole or not
+noop_guard.install = with_a_race
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -58,10 +64,11 @@ def test_the_command_says_what_a_rank_launches_and_where_its_host_waits(
     assert {f["phase"] for f in figures["findings"]} >= {"build", "totals", "restore"}
 
 
-def test_a_wait_that_is_not_on_the_list_fails_the_command(gpu: FakeGPU, line: list[str]) -> None:
+def test_a_wait_that_is_not_on_the_list_and_a_race_fail_the_command(gpu: FakeGPU, line: list[str]) -> None:
     done = rehearse(["-c", STRICT], line)
     assert done.returncode == 1
     assert "not allowed: build (engine): the host waits" in done.stderr
+    assert "not allowed: checkpoint (checkpoint): nothing orders, numpy on the host reads" in done.stderr
 
 
 def test_without_a_compiler_the_command_says_what_to_install(line: list[str], tmp_path: Path) -> None:
