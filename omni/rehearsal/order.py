@@ -12,9 +12,10 @@ The model:
   is not asynchronous runs on the current stream.
 - Memory is of the stream that was current when it was made. Freed, it goes back to that stream at once: what
   is made there next may lie in it, and runs behind that stream alone.
-- ProcessGroupNCCL of torch 2.13 records no stream for its tensors. A work keeps those of an asynchronous
-  collective alive until it is waited for, on whatever stream; from then on only that stream is behind their
-  use. Collectives that are not asynchronous keep nothing, as nothing can come between.
+- ProcessGroupNCCL of torch 2.13 records no stream for its tensors: it keeps them on a shelf of the work. That
+  of an asynchronous collective or a message is emptied when somebody waits, on whatever stream, and from then
+  on that stream alone is behind their use; or by a watchdog, once the device is done. Collectives that are
+  not asynchronous keep nothing: they run on the current stream, so nothing can come between.
 - The host waits where it reads a number, where it copies without pinned memory, and where it is told to.
 - Pinned memory is read and written by copies that the host does not wait for. The host may free it, because
   torch keeps it until they are over, but not write it before, nor read what they bring.

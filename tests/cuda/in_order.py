@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from stream_faults import DP, Race, behind_current, said_of
+from stream_faults import Race, behind_current, said_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -152,4 +152,5 @@ def of_hooks_made_aside(folder: Path) -> list[str]:
 
         return made
 
-    return said_of(Race(sharded_adamw, "_with_buffers", aside, DP), folder)
+    race = Race(sharded_adamw, "_with_buffers", aside)
+    return said_of([race], race, folder)

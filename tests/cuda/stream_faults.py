@@ -4,8 +4,9 @@ A GPU shows them now and then, as wrong numbers; a CPU never. Those with a citat
 line beside it says what theirs was.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from parallel.lane import Lane
 from parallel.partitions import PartitionedPart
 from pipeline.engine import _RunningStep
 
-ONE_RANK, DP, CP, PP = Case(), Case(dp=2), Case(cp=2), Case(pp=2)
+DP, CP, PP = Case(dp=2), Case(cp=2), Case(pp=2)
 TWO_LEVEL = Case(cp=4, boundary="two_level")
 
 
@@ -40,7 +41,7 @@ class Race:
     owner: Any
     name: str
     wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
-    case: Case = ONE_RANK
+    case: Case = DP
     zero: int = 1
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
@@ -235,20 +236,15 @@ def _never_ready(shard: shard_file.Shard) -> Any:
 FAULTS = {
     # NVIDIA/Megatron-LM#2044: DDP copied weights into its buffers on a stream that did not wait for the one
     # that had drawn them.
-    "weights laid out on a stream of their own": Race(
-        sharded_adamw,
-        "_with_buffers",
-        _beside,
-        DP,
-    ),
+    "weights laid out on a stream of their own": Race(sharded_adamw, "_with_buffers", _beside),
     # NVIDIA/Megatron-LM#3670: hooks changed gradients on a stream that their reduction did not wait for.
-    "gradients scaled on a side stream": Race(PartBuckets, "reduce_behind", before(_scaled_aside), DP),
+    "gradients scaled on a side stream": Race(PartBuckets, "reduce_behind", before(_scaled_aside)),
     # NVIDIA/Megatron-LM#5222: the next layer's gradients went into a buffer that was still being reduced.
-    "gradients added while they are reduced": Race(PartBuckets, "reduce_behind", after(_added_meanwhile), DP),
+    "gradients added while they are reduced": Race(PartBuckets, "reduce_behind", after(_added_meanwhile)),
     # NVIDIA/Megatron-LM#6187: memory of one stream was let go of while the stream of reductions used it.
     "memory freed while a side stream reads it": Race(Norm, "forward", before(_freed)),
     # pytorch/pytorch#188655: a collective's wait on a third stream let its tensors go back to the first.
-    "memory let go by a wait elsewhere": Race(Norm, "forward", before(_let_go_by_wait), DP),
+    "memory let go by a wait elsewhere": Race(Norm, "forward", before(_let_go_by_wait)),
     # pytorch/pytorch#18465: a tensor of a worker's stream went back to it while another one used it.
     "memory of a side stream read elsewhere": Race(Norm, "forward", before(_flattened_aside)),
     # pytorch/torchtitan#2581: inside the block of a stream the current stream is that one, which waited for
@@ -263,10 +259,10 @@ FAULTS = {
     # NVIDIA/Megatron-LM#7398: activations came back from pinned memory that they were still on their way to.
     "reload before the offload is done": Race(Norm, "forward", before(_reloaded)),
     # pytorch/pytorch#195281: a group of threads read on one stream what another was still writing.
-    "input of a side stream that does not wait": Race(Norm, "forward", before(_given_aside), DP),
+    "input of a side stream that does not wait": Race(Norm, "forward", before(_given_aside)),
     "memory read before it is written": Race(Norm, "forward", before(_not_awaited)),
     "memory overwritten while a side stream reads it": Race(Norm, "forward", before(_overwritten)),
-    "weights used before they are gathered": Race(PartBuckets, "arrive", instead(_popped), DP),
+    "weights used before they are gathered": Race(PartBuckets, "arrive", instead(_popped)),
     "second hop before the first": Race(shipping, "two_hops", instead(_one_hop_ahead), TWO_LEVEL),
     "rows of an exchange not waited for": Race(exchange, "_receive", before(_taken_off), CP),
     "activations not waited for": Race(_RunningStep, "wait_for", instead(lambda running, work, op: None), PP),
@@ -285,11 +281,21 @@ FAULTS = {
 
 def found(name: str, folder: Path) -> list[str]:
     """Plant a fault, rehearse a rank, and return what is said of order."""
-    return said_of(FAULTS[name], folder)
+    fault = FAULTS[name]
+    return _found_in_layers(folder) if fault.owner is Norm else said_of([fault], fault, folder)
 
 
-def said_of(fault: Race, folder: Path) -> list[str]:
+@cache
+def _found_in_layers(folder: Path) -> list[str]:
+    """The same of all faults in layers at once: none of them hides another."""
+    faults = [fault for fault in FAULTS.values() if fault.owner is Norm]
+    return said_of(faults, faults[0], folder)
+
+
+def said_of(faults: Sequence[Race], of: Race, folder: Path) -> list[str]:
+    """Plant faults, and rehearse the rank of one of them."""
     with pytest.MonkeyPatch.context() as patch:
-        fault.plant(patch)
-        findings = run_case(fault.case, 0, folder, layers=1, samples=1, zero=fault.zero).findings
+        for fault in faults:
+            fault.plant(patch)
+        findings = run_case(of.case, 0, folder, layers=1, samples=1, zero=of.zero).findings
     return [str(finding) for finding in sorted(findings) if finding.kind == ORDER]

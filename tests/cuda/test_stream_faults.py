@@ -29,16 +29,19 @@ SAYS = {
     ),
     "memory freed while a side stream reads it": (
         "forward (engine)",
+        ", at stream_faults._freed:",
         "mul on the default stream may be given",
         "that were freed and sum on the stream of stream_faults.behind_current",
     ),
     "memory let go by a wait elsewhere": (
         "forward (engine)",
+        ", at stream_faults._let_go_by_wait:",
         "mul on the default stream may be given",
         "that were freed and allreduce_ on the stream of group world",
     ),
     "memory of a side stream read elsewhere": (
         "forward (engine)",
+        ", at stream_faults._flattened_aside:",
         "mul on the stream of stream_faults.behind_current may be given",
         "that were freed and sum on the default stream",
     ),
@@ -64,21 +67,25 @@ SAYS = {
     ),
     "reload before the offload is done": (
         "forward (engine)",
+        ", at stream_faults._reloaded:",
         "_to_copy on the default stream reads",
         "that copy_ on the stream of stream_faults.behind_current",
     ),
     "input of a side stream that does not wait": (
         "forward (engine)",
+        ", at stream_faults._given_aside:",
         "allreduce_ on the stream of group world",
         "that mul on the stream of stream_faults.behind_current",
     ),
     "memory read before it is written": (
         "forward (engine)",
+        ", at stream_faults._not_awaited:",
         "sum on the stream of stream_faults._not_awaited reads",
         "that mul on the default stream",
     ),
     "memory overwritten while a side stream reads it": (
         "forward (engine)",
+        ", at stream_faults._overwritten:",
         "zero_ on the default stream writes",
         "that sum on the stream of stream_faults.behind_current",
     ),
