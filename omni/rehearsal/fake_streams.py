@@ -50,8 +50,8 @@ class Stream:
         self.record_event().over()
 
     def query(self) -> bool:
-        """Whether all work is done."""
-        return True
+        """Whether all work is done: who asks knows it then."""
+        return self.record_event().query()
 
 
 class Event:
@@ -73,7 +73,8 @@ class Event:
             recorder.order.clocks.wait(stream or torch.cuda.current_stream(), self.clock)
 
     def query(self) -> bool:
-        """Whether it has happened."""
+        """Whether it has happened: who asks knows it then."""
+        self.over()
         return True
 
     def synchronize(self) -> None:

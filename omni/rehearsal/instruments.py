@@ -39,7 +39,6 @@ class Instruments:
         self.meter.start(labels)
         if self.recorder is not None:
             self.recorder.start()
-            self.recorder.order.labels = labels
 
     def note(self, where: Op | str) -> None:
         """Hear where the rank stands: at an op, or in words such as "step 3: totals", after all ops."""

@@ -6,7 +6,8 @@ streams and works. What is wrong it says in sentences that name both sides.
 The model:
 
 - A launch runs on the current stream of its thread; it reads and writes bytes of storages, by its schema.
-  Views of one storage are apart where their bytes are, such as buckets of a buffer.
+  Views of one storage are apart where their bytes are, such as buckets of a buffer; one with gaps counts as
+  all from its first byte to its last.
 - An asynchronous collective runs on a stream of its group, for a message of its group and pair, behind what
   the current stream has been given; `Work.wait()` has the current stream wait for it, not the host. One that
   is not asynchronous runs on the current stream.
@@ -89,10 +90,10 @@ class Ordering:
                 self._touch(self._of(tensor), tensor, by, writes)
             elif copies and not waits:
                 self._touch(self._of(tensor, pinned=True), tensor, by, writes)
-            elif copies and self._pinned:
-                self.on_host(tensor, func._opname, writes)
         if waits:
             self.clocks.wait_on_host(self.clocks.of(by.stream))
+            for tensor, writes in touched:
+                self.on_host(tensor, func._opname, writes)
 
     def read(self, tensors: Sequence[torch.Tensor], op: str) -> None:
         """Hear that the host reads numbers of the device, and waits for them."""
@@ -131,7 +132,7 @@ class Ordering:
                 self.clocks.wait(stream, self._done[key][1])
             return
         self.clocks.wait(stream, underway.clock)
-        self._done[key] = weakref.ref(work, lambda _: self._done.pop(key)), underway.clock
+        self._done[key] = weakref.ref(work, lambda _: self._done.pop(key, None)), underway.clock
         for memory, freed in underway.holds:
             memory.works.discard(key)
             if not memory.works:

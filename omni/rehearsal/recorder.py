@@ -74,8 +74,10 @@ class Recorder(TorchDispatchMode):
         }
 
     def start(self) -> None:
-        """Forget the steps so far, but not how the rank was built and its inputs assembled."""
-        for finding in [f for f in self.findings if f.phase not in _BEFORE]:
+        """Forget the steps so far, but not how the rank was built and its inputs assembled. What was not in
+        order is told when it is seen first, so it stays, too.
+        """
+        for finding in [f for f in self.findings if f.phase not in _BEFORE and f.kind != ORDER]:
             del self.findings[finding]
         for counts in (self._ops, self._launches, self._bytes, self._flops, self._copies):
             for phase in [p for p in counts if p not in _BEFORE]:

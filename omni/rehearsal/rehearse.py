@@ -160,6 +160,8 @@ def _built(spec: RunSpec, rank: int, device: torch.device) -> Iterator[tuple[Ran
         try:
             with seen.entered():
                 own = build_rank(spec, rank, device, seen.note)
+            if seen.recorder is not None:
+                seen.recorder.order.labels = group_labels(own.groups)
             yield own, seen
         except Exception as error:
             error.add_note(f"in the rehearsal of rank {rank}, at {seen.meter.where}")

@@ -89,6 +89,13 @@ def read_when_it_has_come() -> None:
     here.tolist()
 
 
+def copied_twice_into_the_same() -> None:
+    x, room = torch.zeros(8, device=GPU), torch.zeros(8).pin_memory()
+    room.copy_(x, non_blocking=True)
+    room.copy_(x)
+    room.add_(1)
+
+
 def used_again_when_read() -> None:
     pinned = torch.zeros(8).pin_memory()
     pinned.to(GPU, non_blocking=True)
@@ -118,6 +125,7 @@ SNIPPETS: tuple[Callable[[], None], ...] = (
     messages_of_a_pair,
     pinned_memory_freed,
     read_when_it_has_come,
+    copied_twice_into_the_same,
     used_again_when_read,
     gradients_of_a_side_stream,
 )

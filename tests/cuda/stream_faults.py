@@ -260,6 +260,7 @@ FAULTS = {
     "reload before the offload is done": Race(Norm, "forward", before(_reloaded)),
     # pytorch/pytorch#195281: a group of threads read on one stream what another was still writing.
     "input of a side stream that does not wait": Race(Norm, "forward", before(_given_aside)),
+    "inputs copied on a stream of their thread": Race(inputs.Assembler, "_assemble", on_side_stream),
     "memory read before it is written": Race(Norm, "forward", before(_not_awaited)),
     "memory overwritten while a side stream reads it": Race(Norm, "forward", before(_overwritten)),
     "weights used before they are gathered": Race(PartBuckets, "arrive", instead(_popped)),

@@ -77,6 +77,11 @@ SAYS = {
         "allreduce_ on the stream of group world",
         "that mul on the stream of stream_faults.behind_current",
     ),
+    "inputs copied on a stream of their thread": (
+        "forward (engine)",
+        "embedding on the default stream reads",
+        "that _to_copy on the stream of stream_faults.behind_current (assemble (assembler)",
+    ),
     "memory read before it is written": (
         "forward (engine)",
         ", at stream_faults._not_awaited:",
