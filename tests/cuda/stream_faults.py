@@ -4,7 +4,7 @@ A GPU shows them now and then, as wrong numbers; a CPU never. Those with a citat
 line beside it says what theirs was.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,10 +17,10 @@ from cuda_steps import run_case
 from parity_matrix import Case
 
 from infra import shard_file
-from omni.rank import inputs, sharded_adamw, state, step
+from omni.rank import inputs, sharded_adamw, state, step, totals
 from omni.rank.part_buckets import PartBuckets
-from omni.rank.totals import StepSums
 from omni.rehearsal.findings import ORDER
+from ops import one_copy
 from ops.norm import Norm
 from parallel import collectives, exchange, shipping
 from parallel.lane import Lane
@@ -218,15 +218,22 @@ def _gathered_unseen(part: PartitionedPart, layer: int) -> None:
         part.whole[layer][number] = matrix, None
 
 
-def _read_early(sums: StepSums) -> Any:
-    return sums.summed.to("cpu", non_blocking=True).tolist()
+def _read_early(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return lambda: host
 
 
-def _reused(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    pinned = tensor.pin_memory()
-    there = pinned.to(device, non_blocking=True)
-    pinned.zero_()
-    return there
+def _reused(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The pinned buffer of a step is written to when its copy is under way."""
+
+    def faulty(tensors: Iterable[torch.Tensor], ends: list[int], device: torch.device) -> torch.Tensor:
+        host = torch.zeros(ends[-1], dtype=torch.uint8).pin_memory()
+        there = host.to(device, non_blocking=True)
+        host.zero_()
+        return there
+
+    return faulty
 
 
 def _never_ready(shard: shard_file.Shard) -> Any:
@@ -253,14 +260,14 @@ FAULTS = {
     # pytorch/pytorch#37944: DDP ended its reduction on another stream than the one that went on.
     "totals on a side stream": Race(step, "sum_totals", on_side_stream),
     # pytorch/pytorch#185252: a copy to the host was read before anybody knew that it had come.
-    "numbers read before they have come": Race(StepSums, "read", before(_read_early)),
+    "numbers read before they have come": Race(totals, "to_host", instead(_read_early)),
     # pytorch/pytorch#127612: pinned memory was changed before the copy out of it had run.
-    "pinned memory used again": Race(inputs, "to_device", instead(_reused)),
+    "pinned memory used again": Race(one_copy, "_copied", _reused),
     # NVIDIA/Megatron-LM#7398: activations came back from pinned memory that they were still on their way to.
     "reload before the offload is done": Race(Norm, "forward", before(_reloaded)),
     # pytorch/pytorch#195281: a group of threads read on one stream what another was still writing.
     "input of a side stream that does not wait": Race(Norm, "forward", before(_given_aside)),
-    "inputs copied on a stream of their thread": Race(inputs.Assembler, "_assemble", on_side_stream),
+    "inputs read before they have come": Race(inputs, "arrival", instead(lambda tree, stream: lambda: None)),
     "memory read before it is written": Race(Norm, "forward", before(_not_awaited)),
     "memory overwritten while a side stream reads it": Race(Norm, "forward", before(_overwritten)),
     "weights used before they are gathered": Race(PartBuckets, "arrive", instead(_popped)),

@@ -56,14 +56,14 @@ SAYS = {
         "that allreduce_ on the stream of stream_faults.behind_current (totals (engine)",
     ),
     "numbers read before they have come": (
-        "totals on the host (engine)",
+        "totals of the step before (engine)",
         "tolist on the host reads",
-        "that _to_copy on the default stream",
+        "that copy_ on the default stream (totals (engine)",
     ),
     "pinned memory used again": (
         "assemble (assembler)",
         "zero_ on the host writes",
-        "that _to_copy on the default stream",
+        "that _to_copy on the stream of omni.rank.build.build_rank",
     ),
     "reload before the offload is done": (
         "forward (engine)",
@@ -77,10 +77,10 @@ SAYS = {
         "allreduce_ on the stream of group world",
         "that mul on the stream of stream_faults.behind_current",
     ),
-    "inputs copied on a stream of their thread": (
-        "forward (engine)",
-        "embedding on the default stream reads",
-        "that _to_copy on the stream of stream_faults.behind_current (assemble (assembler)",
+    "inputs read before they have come": (
+        "encode (engine)",
+        "on the default stream reads",
+        "on the stream of omni.rank.build.build_rank (assemble (assembler), at ops.rotary.rotary_table",
     ),
     "memory read before it is written": (
         "forward (engine)",
