@@ -59,15 +59,15 @@ def check_heads(capability: int, keys: int, group: int, size: int, half: int) ->
     with compiled(capability) as kernels:
         for parameters in ([], [weight] * 2, [weight] * 4):
             q, k = heads.heads(query, key, angles, parameters, 1e-5, 0.0, 1)
-            grads = q, k, value, gate if parameters else None
+            given = (q, k, value, gate, query, key) if parameters else (q, k, value, None, None, None)
             totals = [torch.empty(size)] * len(parameters)
-            heads.heads_backward(*grads, query, key, angles, parameters, 1e-5, 0.0, totals)
+            heads.heads_backward(*given, angles, parameters, 1e-5, 0.0, totals)
         out = q.flatten(1)
         gates.let_through(out, gate)
         gates.let_through_backward(out, out, gate)
     normed = ["_heads", "_backward", "_add_columns"] * 2
     check(kernels, ["_heads", "_backward", *normed, "_let_through", "_let_through"], capability)
-    for kernel in kernels:
+    for kernel in (kernel for kernel in kernels if kernel.name != "_add_columns"):  # sums are few
         loads = re.findall(r"ld\.global[\w.:]*", kernel.asm["ptx"])
         assert loads
         single = [load for load in loads if not re.search(r"\.v[24]", load)]
