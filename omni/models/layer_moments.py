@@ -135,7 +135,9 @@ def _summed(stack: Layer, name: str, tokens: int, inputs: int, learning: Learnin
     weights, adapter = learning.weights, learning.adapters.get(name)
     gathered = tokens * stack.hidden * stack.element if stack.gathers else 0
     taken = tokens * inputs // stack.tp * stack.element
+    behind = stack.stream(tokens) * (stack.norms != "before")  # the gradient that a norm behind has made
     yield gathered
+    yield -behind * stack.gathers
     if adapter is not None:
         yield from _adapted(adapter, tokens)
     yield taken
@@ -148,8 +150,8 @@ def _summed(stack: Layer, name: str, tokens: int, inputs: int, learning: Learnin
         weight = inputs * stack.hidden // stack.tp * stack.element
         yield weight
         yield -gathered - taken - weight
-    if stack.norms != "before" and (weights is not Weights.LATER or stack.gathers):
-        yield -stack.stream(tokens)  # the gradient that a norm behind has made
+    if weights is not Weights.LATER:
+        yield -behind * (not stack.gathers)
 
 
 def _adapted(adapter: Adapter, tokens: int) -> Iterator[int]:

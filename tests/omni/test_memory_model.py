@@ -211,6 +211,11 @@ CAUSES = {
         [1],
         [*NARROW, "model.llm.norms=around", "layout.llm.pp=2", "pipeline=zero_bubble_h1"],
     ),
+    "ranks that have gathered the gradient from a norm behind have let go of their own part": (
+        2,
+        [1],
+        [*WIDE, *NARROW[3:], "model.llm.norms=after", "layout.llm.tp=2", "model.llm.layers=2"],
+    ),
     "a frozen layer without norms ahead does not keep the stream": (
         2,
         [1],
