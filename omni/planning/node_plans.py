@@ -6,10 +6,10 @@ digests of all ranks are compared as always. So that a policy that plans otherwi
 within a node, too, each rank makes its first plan by itself.
 """
 
+import hmac
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
 
 import pyarrow as pa
 
@@ -17,6 +17,7 @@ from dataloader.node_cache import NodeCache
 from omni.planning.run_spec import RunSpec
 
 MOST_BYTES = 256_000_000  # of plans on a node, those included that runs have left that were killed
+_SIGNED = 32  # bytes of a signature
 KEPT = 8  # of the plans that a rank has made: no other rank of its domain is so many steps behind
 
 
@@ -24,11 +25,13 @@ KEPT = 8  # of the plans that a rank has made: no other rank of its domain is so
 class NodePlans:
     """Plans in the folder of `cache`, of those who plan the same `run`: its name stands for all that plans
     depend on beside a step, where it begins, the domain and the cost table. The last few that this rank has
-    `made` stay there.
+    `made` stay there. What is read was signed with the `secret` of the run: a pickle of a stranger, who can
+    write to the folder above, would run what it likes.
     """
 
     cache: NodeCache
     run: str
+    secret: bytes
     made: deque[tuple[object, ...]] = field(default_factory=deque)
 
     def plan(self, key: tuple[object, ...], make: Callable[[], bytes]) -> bytes:
@@ -44,22 +47,26 @@ class NodePlans:
         def table() -> pa.Table:
             content = make()
             self.made.append(own)
-            return pa.table({"plan": pa.array([content], pa.large_binary())})
+            return pa.table({"plan": pa.array([self._signature(own, content) + content], pa.large_binary())})
 
-        plan: bytes = self.cache.table(own, table)["plan"][0].as_py()
+        signed: bytes = self.cache.table(own, table)["plan"][0].as_py()
         while len(self.made) > KEPT:
             self.cache.drop(self.made.popleft())
-        return plan
+        signature, plan = signed[:_SIGNED], signed[_SIGNED:]
+        return plan if hmac.compare_digest(signature, self._signature(own, plan)) else make()
+
+    def _signature(self, key: tuple[object, ...], plan: bytes) -> bytes:
+        return hmac.digest(self.secret, repr(key).encode() + plan, "sha256")
 
 
 def node_plans(
-    spec: RunSpec, rank: int, node: range, launch: tuple[object, ...], cache: NodeCache
+    spec: RunSpec, rank: int, node: range, secret: bytes, start: int, cache: NodeCache
 ) -> NodePlans | None:
     """Return the plans that a rank shares with others of its `node` that are of its domain; None if there are
-    none. `launch` names a launch, and which start of it this is: no other has the same.
+    none. The `secret` is that of a launch, and no other's; `start` says how often it was started before.
     """
     own = spec.arrangement.domain(rank)
     if not any(spec.arrangement.domain(each) == own for each in node if each != rank):
         return None
-    of = repr((launch, spec.arrangement.world, spec.config))
-    return NodePlans(cache, blake2b(of.encode(), digest_size=16).hexdigest())
+    of = repr((start, spec.arrangement.world, spec.config))
+    return NodePlans(cache, hmac.digest(secret, of.encode(), "sha256").hex(), secret)

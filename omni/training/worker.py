@@ -108,7 +108,7 @@ def _plans_of_node(spec: RunSpec, rank: int) -> NodePlans | None:
         cache_folder(data.cache_dir) / "plans", min(MOST_BYTES, int(data.cache_gb * 1e9)), beside
     )
     node = Tree(world, min(world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))).node(rank)
-    return node_plans(spec, rank, node, (secret_of_run(), restarts()), cache)
+    return node_plans(spec, rank, node, secret_of_run(), restarts(), cache)
 
 
 def _check_secret() -> None:

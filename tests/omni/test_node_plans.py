@@ -9,7 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pytest
 from ranks import RankPool
 from small import overrides, write_mixed
@@ -53,7 +55,7 @@ def told(folder: Path) -> Told:
 
 
 def shared_in(folder: Path, run: str = "run") -> NodePlans:
-    return NodePlans(NodeCache(folder / "plans", 1 << 28, print), run)
+    return NodePlans(NodeCache(folder / "plans", 1 << 28, print), run, b"secret")
 
 
 def step_of(planner: Planner, step: int, cursor: int, domain: int, shared: NodePlans) -> StepPlan:
@@ -155,6 +157,31 @@ def test_what_fails_is_not_shared_and_what_is_damaged_is_made_anew(tmp_path):
     assert step_of(planner, 1, 0, 0, shared) == ours
 
 
+class Harm:
+    """A pickle that leaves a file where it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_a_plan_of_a_stranger_is_not_unpickled(tmp_path):
+    planner, shared = job_of(tmp_path).planner, shared_in(tmp_path)
+    ours = step_of(planner, 1, 0, 0, shared)
+    (file,) = (tmp_path / "plans").glob("*.arrow")
+    with pa.memory_map(str(file)) as mapped:
+        signed = pa.ipc.open_file(mapped).read_all()["plan"][0].as_py()
+    for forged in (signed[:32], b"\0" * 32):
+        content = forged + pickle.dumps(Harm(tmp_path / "harm"))
+        table = pa.table({"plan": pa.array([content], pa.large_binary())})
+        with pa.OSFile(str(file), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
+            writer.write_table(table)
+        assert step_of(planner, 1, 0, 0, shared) == ours
+        assert not (tmp_path / "harm").exists()
+
+
 def test_the_last_few_plans_stay(tmp_path):
     planner, shared = job_of(tmp_path).planner, shared_in(tmp_path)
     for step in range(1, KEPT + 4):
@@ -164,16 +191,17 @@ def test_the_last_few_plans_stay(tmp_path):
 
 def test_who_shares(tmp_path):
     spec, cache = job_of(tmp_path), NodeCache(tmp_path / "plans", 1 << 28, print)
-    who = partial(node_plans, spec, launch=("secret", 0), cache=cache)
+    who = partial(node_plans, spec, secret=b"secret", start=0, cache=cache)
     # Of four ranks, pp2: 0 and 2 are one domain, 1 and 3 the other.
     assert [spec.arrangement.domain(rank) for rank in range(4)] == [0, 1, 0, 1]
     assert who(0, range(1)) is None
     assert who(0, range(2)) is None, "of another domain"
     all_four = [who(rank, range(4)) for rank in range(4)]
     assert len({shared.run for shared in all_four if shared is not None}) == 1
-    again = node_plans(spec, 0, range(4), ("secret", 1), cache)
-    other = node_plans(job_of(tmp_path, "optim.lr=1e-5"), 0, range(4), ("secret", 0), cache)
-    assert len({shared.run for shared in (all_four[0], again, other) if shared is not None}) == 3
+    again = node_plans(spec, 0, range(4), b"secret", 1, cache)
+    other = node_plans(job_of(tmp_path, "optim.lr=1e-5"), 0, range(4), b"secret", 0, cache)
+    launch = node_plans(spec, 0, range(4), b"another", 0, cache)
+    assert len({shared.run for shared in (all_four[0], again, other, launch) if shared is not None}) == 4
 
 
 def test_a_plan_survives_its_pickle_with_its_digests(tmp_path):
