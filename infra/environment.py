@@ -75,6 +75,12 @@ VARIABLES = (
         "without Triton, they are several of torch's",
     ),
     Variable(
+        "OMNI_NUMA",
+        _on_gpus("node"),
+        "a rank keeps to the cores beside its GPU, and so does the memory that the GPU reads; with none it "
+        "runs where it may",
+    ),
+    Variable(
         "TORCH_NCCL_HIGH_PRIORITY",
         _on_gpus("1"),
         "a collective that others wait for comes before the next product",

@@ -58,6 +58,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cores_of_ranks() -> int:
+    """Return the number of cores that the ranks of this machine share, one of which this process is: those of
+    the agent that started them. A rank itself may keep to the cores beside its GPU.
+    """
+    with suppress(OSError, AttributeError):  # the agent has ended, or there is no such call
+        return len(os.sched_getaffinity(os.getppid()))
+    return usable_cores()
+
+
 def give_way() -> None:
     """Let the thread that calls this run after all others where cores are short; on Linux alone."""
     with suppress(PermissionError):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ops.kernels.choice import without_kernels
+from ops.near_device import cores_beside, keep_to, wants_node
 
 _KERNELS = "32"  # about 0.6 MB each
 
@@ -17,21 +18,26 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def select_device(local_rank: int | None = None) -> torch.device:
-    """Return this process's device and make it current. `local_rank` defaults to torchrun's LOCAL_RANK. Call
-    it before anything is computed: on a CPU it bounds what oneDNN keeps, which is read once.
+def select_device() -> torch.device:
+    """Return this process's device, by torchrun's LOCAL_RANK, and make it current. Call it before anything is
+    computed: on a CPU it bounds what oneDNN keeps, which is read once, and the threads of an operator; with a
+    GPU it lets the process keep to the cores beside it, if the environment says so (`ops.near_device`).
 
     Raises:
-        ValueError: if the environment asks for kernels that there are not.
+        ValueError: if the environment asks for kernels, or for a binding, that there are not.
     """
     if device_type() == "cpu":
         # oneDNN compiles a kernel for each size of a tensor and keeps 1,024 of them unless told otherwise.
         # With lengths that vary that is 0.6 GB, for kernels that are hardly used again and soon made.
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS)
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
+    index, binds = int(os.environ.get("LOCAL_RANK", "0")), wants_node()
     torch.cuda.set_device(index)
     without_kernels()
+    if binds:
+        gpu: Any = torch.cuda.get_device_properties(index)
+        keep_to(cores_beside(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"))
     return torch.device("cuda", index)
 
 

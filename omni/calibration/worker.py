@@ -103,8 +103,6 @@ def main(job_path: Path) -> None:
     """Calibrate as this process's rank; all ranks of the world run this."""
     job = json.loads(job_path.read_text())
     device = select_device()
-    if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend_name(), timeout=timedelta(seconds=TIMEOUT_S))
     calibrate(Path(job["out"]), job["precision"], device, int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.barrier()

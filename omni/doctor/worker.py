@@ -103,8 +103,6 @@ def warm_groups(config_path: Path, timeout_s: float, device: torch.device) -> di
 def examine(config: Path, timeout_s: float) -> dict[str, Any]:
     """What this rank finds together with all others."""
     device = select_device()
-    if device.type == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     meet(timeout_s)
     world = dist.group.WORLD
     assert world is not None

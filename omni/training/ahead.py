@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dataloader.loader import Failure, Loader, default_threads
-from infra.machine import usable_cores
+from infra.machine import cores_of_ranks
 from omni.models.registry import ItemArrays
 from omni.planning.plan_process import Planned, PlanStep, Predicted
 from omni.planning.planner import Planner
@@ -50,7 +50,7 @@ class Prepared:
 def loader_threads(spec: RunSpec) -> int:
     """How many threads load for a rank on this machine."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", spec.arrangement.world))
-    return spec.config.data.loader_threads or default_threads(usable_cores(), ranks)
+    return spec.config.data.loader_threads or default_threads(cores_of_ranks(), ranks)
 
 
 class Ahead:

@@ -90,8 +90,6 @@ def joined(
         device = select_device()
         if config.train.deterministic:
             make_deterministic()
-        if device.type == "cpu":
-            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         timeout = timedelta(seconds=config.train.timeout_s)
         # Not bound to the device: torch would then split this group's communicator to make each other one,
         # which all ranks must enter, and ours are made by their members alone.
