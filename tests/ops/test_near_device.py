@@ -19,13 +19,15 @@ def placed(cores):
     began.set()
     end.wait()
 
+given, cores = (set(map(int, text.split())) for text in sys.argv[1:])
+os.sched_setaffinity(0, given)
 began, end = threading.Event(), threading.Event()
 before = threading.Thread(target=end.wait)
 before.start()
-elsewhere = threading.Thread(target=placed, args=({max(os.sched_getaffinity(0))},))
+elsewhere = threading.Thread(target=placed, args=({max(given)},))
 elsewhere.start()
 began.wait()
-keep_to(frozenset(map(int, sys.argv[1:])))
+keep_to(frozenset(cores))
 after = threading.Thread(target=end.wait)
 after.start()
 for thread in (threading.main_thread(), before, after, elsewhere):
@@ -62,13 +64,12 @@ def test_cores_are_those_of_the_node_of_a_device(
     assert cores_beside("0000:01:00.0", tmp_path) == set(), "another device"
 
 
-def kept(cores: set[int]) -> list[set[int]]:
-    """Where threads of a process may run that keeps to `cores`: its first one, one from before, one from
-    after, and one that had been placed.
+def kept(given: set[int], cores: set[int]) -> list[set[int]]:
+    """Where threads of a process may run that was given some cores and keeps to `cores`: its first one, one
+    from before, one from after, and one that had been placed on the last.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", KEPT, *map(str, cores)], capture_output=True, text=True, timeout=60
-    )
+    sets = (" ".join(map(str, of)) for of in (given, cores))
+    done = subprocess.run([sys.executable, "-c", KEPT, *sets], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return [set(map(int, line.split())) for line in done.stdout.splitlines()]
 
@@ -79,9 +80,10 @@ def kept(cores: set[int]) -> list[set[int]]:
 def test_all_threads_keep_to_cores_that_the_process_was_given() -> None:
     given = os.sched_getaffinity(0)
     first, last = min(given), max(given)
-    assert kept({first, max(given) + 1}) == [{first}] * 3 + [{last}]
-    assert kept({max(given) + 1}) == [given] * 3 + [{last}], "none of what was given"
-    assert kept(set()) == [given] * 3 + [{last}], "a machine that does not tell"
+    assert kept(given, {first, last + 1}) == [{first}] * 3 + [{last}]
+    assert kept({first}, {first, last}) == [{first}] * 4
+    assert kept(given, {last + 1}) == [given] * 3 + [{last}], "none of what was given"
+    assert kept(given, set()) == [given] * 3 + [{last}], "a machine that does not tell"
 
 
 def test_a_value_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
