@@ -7,7 +7,8 @@ What cannot be shown is dropped from then on, with one line in `errors/screen.tx
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from dataloader.visible import visible
@@ -23,6 +24,17 @@ def beside(text: str, out: TextIO | None = None) -> None:
     out = sys.stderr if out is None else out
     out.write(f"{CLEAR_LINE if out.isatty() else ''}{visible(text)}\n")
     out.flush()
+
+
+@contextmanager
+def going_on(what: str) -> Iterator[None]:
+    """Say that `what` a run writes about itself cannot be written, as on a full disk, and go on: that ends no
+    training.
+    """
+    try:
+        yield
+    except OSError as error:
+        beside(f"{what} is not written ({error}): the run goes on")
 
 
 class Screen:

@@ -99,7 +99,7 @@ def read_step(folder: RunFolder, step: int | None, domain: int) -> tuple[int, Re
     if missing:
         raise TimelineError(
             f"step {step} is not whole: {path} lacks rank {', '.join(map(str, missing))}; the run is still "
-            "at it, or was ended there: choose another step"
+            "at it, was ended there, or found no room on its disk: choose another step"
         )
     names = [f"rank {rank}" for rank in of_domain["ranks"]]
     records = [_rank_record(path / f"rank_{rank}.json") for rank in of_domain["ranks"]]

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from infra.screen import going_on
+
 
 class Profile:
     """Records the first of `steps` to the second, or to the `last` of the run; nothing if there are none.
@@ -42,8 +44,11 @@ class Profile:
             torch.cuda.synchronize()
         start = time.perf_counter()
         self._running.stop()
-        self.folder.mkdir(exist_ok=True)
-        name = f"steps_{self._began}_to_{step}_rank_{self.rank}.json"
-        self._running.export_chrome_trace(str(self.folder / name))
+        path = self.folder / f"steps_{self._began}_to_{step}_rank_{self.rank}.json"
+        with going_on(f"rank {self.rank}: the trace {path}"):
+            self.folder.mkdir(exist_ok=True)
+            self._running.export_chrome_trace(str(path))
+            if not path.stat().st_size:  # the profiler does not say that a disk is full
+                raise OSError("it is empty")
         self._running = None
         return time.perf_counter() - start

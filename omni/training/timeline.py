@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from infra.run_folder import RunFolder
+from infra.screen import going_on
 from infra.timelines import DomainRecord, RankRecord, Stay, write_domain, write_rank
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
@@ -43,18 +44,19 @@ def record(
     folder: RunFolder, spec: RunSpec, rank: Rank, done: StepRun, stays: tuple[Stay, ...], control: Control
 ) -> None:
     """Write what this rank did in a step, and if it is its domain's first what was simulated. All ranks have
-    written when it returns.
+    written when it returns, or have said why not.
 
     Raises:
         StallError: if a rank does not come in time.
     """
     plan, watch = done.prepared.plan, done.result.watch
     spans = spans_of(watch.laps(), plan.domain, rank.position)
-    write_rank(folder, plan.step, rank.rank, RankRecord(stays, watch.made_ns, spans))
-    if rank.position == 0:
-        timeline = simulate(plan.domain, done.table, spec.planner.domain.single_queue)
-        ranks = spec.arrangement.domain_ranks(plan.number)
-        simulated = rows_of(timeline, team_names(ranks, plan.domain.team))
-        write_domain(folder, plan.step, plan.number, DomainRecord(ranks, tuple(simulated)))
+    with going_on(f"rank {rank.rank}: the timeline of step {plan.step}"):
+        write_rank(folder, plan.step, rank.rank, RankRecord(stays, watch.made_ns, spans))
+        if rank.position == 0:
+            timeline = simulate(plan.domain, done.table, spec.planner.domain.single_queue)
+            ranks = spec.arrangement.domain_ranks(plan.number)
+            simulated = rows_of(timeline, team_names(ranks, plan.domain.team))
+            write_domain(folder, plan.step, plan.number, DomainRecord(ranks, tuple(simulated)))
     rank.note(f"step {plan.step}: writing timelines")
     control.barrier("timelines")

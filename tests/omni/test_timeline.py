@@ -22,12 +22,16 @@ from pipeline.laps import CAUSES, DATA, END, HOST, PLAN, WEIGHTS
 LAYOUTS = {"pp2": ["layout.llm.pp=2"], "tp2": ["layout.llm.tp=2"], "dp2": []}
 
 
-def _train(rank: int, line: list[str]) -> None:
+def _train(rank: int, line: list[str], room: bool = True) -> None:
+    """Train on two ranks; without `room` files stand where folders of timelines and of traces would be."""
     spec = prepare_run(compose_config(line), 2)
     folder = RunFolder.create(Path(spec.config.run.dir))
     if rank == 0:
         folder.config.write_text("")
-    Trainer(spec, folder, rank, torch.device("cpu")).run()
+    trainer = Trainer(spec, folder, rank, torch.device("cpu"))
+    if not room:
+        trainer.rank.engine.on_op = lambda op: [file.touch() for file in (folder.timelines, folder.profile)]
+    trainer.run()
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +44,26 @@ def lines(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         ranks.run(2, _train, line)
         found[name] = line
     return found
+
+
+def test_what_a_run_writes_about_itself_ends_no_training(
+    ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_mixed(tmp_path / "mixed")
+    keys = ("train.timeline_every=2", "train.steps=3", "profile.steps=[1,2]")
+    line = overrides(tmp_path / "mixed", tmp_path / "run", *keys)
+    ranks.run(2, _train, line, False)
+    folder = folder_of(line)
+    assert len(read_metrics(folder.metrics)) == 3
+    said = capfd.readouterr().err
+    for rank in range(2):
+        for what in (
+            "timeline of step 2",
+            "timeline of step 3",
+            f"trace {folder.profile}/steps_1_to_2_rank_{rank}",
+        ):
+            assert f"rank {rank}: the {what}" in said
+    assert said.count("the run goes on") == 6
 
 
 def folder_of(line: list[str]) -> RunFolder:
