@@ -10,9 +10,9 @@ from dataloader.tokens import SampleMeta
 from omni.config import Config
 from omni.models.registry import Encoder
 from omni.planning.choice import AUTO, value_of, with_keys
-from omni.planning.choose import lengths_of
 from omni.planning.layout_space import DP, Space, space_of, spelt_out
 from omni.planning.prepare import make_encoders, prepare_run
+from omni.planning.room import lengths_of
 from omni.planning.run_data import RunData, open_data, tokenizer_of
 from omni.planning.run_spec import RunSpec
 from ops.ints import Ints

@@ -47,7 +47,6 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import DOMAINS, gains
 from omni.planning.fullest import likely_held
 from omni.planning.layout_question import Question
 from omni.planning.layout_space import (
@@ -62,6 +61,7 @@ from omni.planning.least_held import least_held
 from omni.planning.memory import Parts
 from omni.planning.memory_advice import GIB, STATE, by_component
 from omni.planning.run_spec import RunSpec
+from omni.planning.trials import DOMAINS, gains
 from parallel.placements import PlacementPolicy
 from parallel.policies import SharingPolicy
 from parallel.policy import find

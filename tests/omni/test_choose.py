@@ -28,10 +28,12 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import DOMAINS, _context, _packed
+from omni.planning.choose import _packed
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
+from omni.planning.room import mean_context
+from omni.planning.trials import DOMAINS
 from omni.training.choice_watch import COSTS
 from omni.training.seats import fitting
 from pipeline.costs import simulate
@@ -112,9 +114,9 @@ def test_a_key_that_was_given_stays(given):
 @pytest.fixture
 def small_passes(monkeypatch):
     """Where nobody says what a pass holds, 64 tokens."""
-    for module in ("choice", "choose"):
+    for module in ("choice", "choose", "room"):
         monkeypatch.setattr(f"omni.planning.{module}.PASS_TOKENS", MICROBATCH)
-    monkeypatch.setattr("omni.planning.choose.ROUND", 2)
+    monkeypatch.setattr("omni.planning.room.ROUND", 2)
 
 
 @pytest.mark.usefixtures("small_passes")
@@ -457,8 +459,8 @@ def test_a_plain_candidate_is_taken_where_smaller_packs_bring_it_more():
 
 def test_layers_are_divided_for_the_sequence_that_a_token_is_in_on_average():
     """Of 5,120 tokens 4,096 are in a sequence of as many, 1,024 in one of 1,024: 3,481.6 on average."""
-    assert _context(np.array([4096, 1024])) == 14 * 256
-    assert _context(np.array([3, 5])) == 256
+    assert mean_context(np.array([4096, 1024])) == 14 * 256
+    assert mean_context(np.array([3, 5])) == 256
     assert prepared("layout=pp2").config.layout.context == 256
     assert prepared().config.layout.context == 4096, "of one stage nothing is divided"
     assert prepared("layout=pp2", "layout.context=77").config.layout.context == 77

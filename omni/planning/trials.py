@@ -1,0 +1,85 @@
+"""A candidate's first steps, planned and simulated as those of a run, in the domains that samples load most.
+
+They are bounded by count and nothing by time, so the same configuration, data and ranks give the same figures
+on any machine.
+"""
+
+from collections.abc import Callable
+from itertools import islice
+
+from omni.config import Config
+from omni.planning.choice import AUTO, Keys, Tried, with_keys
+from omni.planning.memory_advice import GIB
+from omni.planning.run_spec import RunSpec
+from pipeline.costs import simulate
+from pipeline.plan import StepPlan
+
+DOMAINS, STEPS = 4, 4  # simulated at most: domains of a step, steps
+ENOUGH = 1024  # samples of steps after which no further one is simulated
+IN_DOMAINS = 512  # samples of domains of a step, after which no further domain is
+GAIN = 0.005  # of the step, that a candidate must bring to be taken over a simpler one
+
+Make = Callable[[Config], RunSpec]
+
+
+def tried_out(config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int = STEPS) -> Tried:
+    """Simulate the first steps of a candidate, in the domains that samples load most.
+
+    Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
+    from the best, or if a device cannot hold it, that which holds least.
+    """
+    schedules: tuple[str, ...] = (config.pipeline.policy,)
+    if config.pipeline.policy == AUTO and config.layout.llm.pp > 1:
+        schedules = ("zero_bubble_h1", "encode_first") if config.layout.llm.parts == 1 else ("interleaved",)
+    found = None
+    for schedule in schedules:
+        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, begin, steps)
+        found = other if found is None or gains(other, found) else found
+        if not found.refused:
+            break
+    assert found is not None
+    return found
+
+
+def _simulated(config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int) -> Tried:
+    """Simulate the first steps of a candidate under its schedule, up to one that does not fit."""
+    try:
+        spec = make(config)
+    except ValueError as error:
+        return Tried(keys, refused=str(error))
+    total, seen, beyond, refused = 0, 0, 0, ""
+    first, cursor = begin
+    for count in range(1, steps + 1):
+        plans = _first_plans(spec, first + count - 1, cursor)
+        lists = (simulate(plan.domain, spec.table, spec.planner.domain.single_queue) for plan in plans)
+        total += max(timeline.makespan_ns for timeline in lists)
+        if not all(map(spec.planner.fits, plans)):
+            beyond = max(map(spec.planner.holds, plans)) - (spec.cluster.memory_bytes or 0)
+            refused = f"does not fit cluster.memory_bytes by {beyond / GIB:.1f} GiB"
+            break
+        seen, cursor = seen + len(plans[0].taken), plans[0].taken.next_cursor
+        if seen >= ENOUGH:
+            break
+    return Tried(keys, total // count, refused, beyond)
+
+
+def _first_plans(spec: RunSpec, step: int, cursor: int) -> list[StepPlan]:
+    """The plans of the domains that samples of a step load most, as far as they are bounded."""
+    plans = list[StepPlan]()
+    for plan in islice(spec.planner.busiest(step, cursor), DOMAINS):
+        plans.append(plan)
+        guarded = spec.cluster.memory_bytes is not None  # each of these domains is to fit
+        if not guarded and sum(len(each.domain.samples) for each in plans) >= IN_DOMAINS:
+            break
+    return plans
+
+
+def gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
+    """Whether a candidate is to be taken over a simpler one: it can be and that cannot, or it takes less; of
+    two that no device can hold, it holds less.
+    """
+    if bool(found.refused) != bool(best.refused) or found.step_ns is None or best.step_ns is None:
+        return not found.refused and bool(best.refused)
+    if found.refused:
+        return found.beyond < best.beyond
+    return found.step_ns < (1 - gain) * best.step_ns
