@@ -177,6 +177,7 @@ def tune(name: str, folder: Path, answers: Callable[[Path, Path], list[str]]) ->
     return said, read_summary(run / "summary.json")[f"eval/exact_match/{SOURCES[name]}"]
 
 
+@pytest.mark.timeout(4 * LIMIT_S)
 @pytest.mark.slow  # it trains for minutes
 def test_a_tuned_folder_answers_in_transformers_as_it_does_here(tmp_path: Path) -> None:
     said, exact = tune("chat", tmp_path, chat_answers)
@@ -186,6 +187,7 @@ def test_a_tuned_folder_answers_in_transformers_as_it_does_here(tmp_path: Path) 
     assert sum(right) > 0.8 * QUESTIONS
 
 
+@pytest.mark.timeout(4 * LIMIT_S)
 @pytest.mark.slow  # it trains for minutes
 def test_a_tuned_whole_model_reads_pictures_in_transformers_as_it_does_here(tmp_path: Path) -> None:
     _, exact = tune("open", tmp_path, open_answers)
