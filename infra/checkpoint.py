@@ -14,7 +14,6 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Any
@@ -245,9 +244,12 @@ def claim(storage: Storage, run: str | None, adopt: bool = False) -> str:
 
 
 def set_aside(storage: Storage, step: int) -> None:
-    """Mark a checkpoint as damaged: it is kept to be looked at, and no longer counts as one."""
-    with suppress(OSError):  # where nothing can be written, nothing will be taken for it either
-        storage.move(f"{folder_of(step)}/{MANIFEST}", f"{folder_of(step)}/{DAMAGED}")
+    """Mark a checkpoint as damaged: it is kept to be looked at, and no longer counts as one.
+
+    Raises:
+        OSError: if nothing can be written there.
+    """
+    storage.move(f"{folder_of(step)}/{MANIFEST}", f"{folder_of(step)}/{DAMAGED}")
 
 
 def verify(storage: Storage, step: int) -> dict[str, Any]:

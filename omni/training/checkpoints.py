@@ -8,7 +8,18 @@ from typing import Any
 import torch
 
 from dataloader.storage import Storage
-from infra.checkpoint import DAMAGED, MANIFEST, RUN, Keep, claim, folder_of, newest, set_aside
+from infra.checkpoint import (
+    DAMAGED,
+    MANIFEST,
+    RUN,
+    CheckpointError,
+    Keep,
+    attempt,
+    claim,
+    folder_of,
+    newest,
+    set_aside,
+)
 from infra.last_checkpoint import check_last, note_last
 from infra.run_folder import RunFolder, write_text
 from infra.saver import Saved, Saver
@@ -87,7 +98,6 @@ class Checkpoints:
                     note_last(self.folder, self.storage, manifest["step"])
                 return manifest
             self._give_up(manifest["step"], damage)
-            self.control.barrier("loading")
         return None
 
     def _own(self) -> str:
@@ -117,10 +127,21 @@ class Checkpoints:
         return manifest
 
     def _give_up(self, step: int, problem: str) -> None:
-        """Set a damaged checkpoint aside, and say so: the first rank does."""
+        """Set a damaged checkpoint aside, and say so: the first rank does.
+
+        Raises:
+            CheckpointError: on every rank, if that fails: the checkpoint would be chosen again, for ever.
+        """
+        unmoved = attempt(lambda: set_aside(self.storage, step)) if self.rank.is_first else None
+        unmoved = self.control.broadcast("loading", unmoved)
+        if unmoved is not None:
+            raise CheckpointError(
+                f"{folder_of(step)} in {self.storage} is damaged: {problem}. It cannot be set aside "
+                f"({unmoved}): let this user write there, or rename its {MANIFEST} to {DAMAGED} yourself, "
+                f"and resume"
+            )
         if not self.rank.is_first:
             return
-        set_aside(self.storage, step)
         print(
             f"warning: {folder_of(step)} in {self.storage} is damaged: {problem}. It is kept, marked "
             f"as damaged, and the run goes on from an older one. Until step {step} is saved again, to take "

@@ -185,6 +185,34 @@ def test_a_rank_that_reads_what_others_do_not_sets_nothing_aside(
     assert [step for step, _ in ranks.run(2, _restore, config)] == [6, 6], "once the fault has passed"
 
 
+def _restore_unmoved(rank: int, config: Config) -> str:
+    """Restore where nothing can be given another name, and say why not."""
+    trainer = make_trainer(rank, config, 2)
+    unwritable = OSError(30, "Read-only file system")
+    with patch.object(Storage, "move", side_effect=[unwritable]), pytest.raises(CheckpointError) as error:
+        trainer.restore()
+    return str(error.value)
+
+
+def test_a_damaged_checkpoint_that_cannot_be_set_aside_is_not_tried_for_ever(
+    ranks: RankPool, data: Path, trained: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    flipped = tmp_path / "checkpoints" / folder_of(6) / file_of(1)
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 4
+    flipped.write_bytes(content)
+    for refusal in ranks.run(2, _restore_unmoved, compose_config(keys_of(data, tmp_path))):
+        for word in (
+            "step_00000006",
+            "is damaged: rank 1: ",
+            "Read-only file system",
+            f"to {DAMAGED} yourself",
+        ):
+            assert word in refusal
+    assert complete(Storage.at(tmp_path / "checkpoints")) == [2, 4, 6]
+
+
 def test_a_warning_says_how_to_take_back_what_was_set_aside(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
