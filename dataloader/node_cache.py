@@ -75,7 +75,7 @@ class NodeCache:
                 _make_own(self.folder)
                 self._made = True
             except OSError as error:
-                self._tell(error)
+                self.tell(error)
                 self._most_bytes = 0
         return self._made
 
@@ -100,16 +100,22 @@ class NodeCache:
         try:
             handle = os.open(self.folder / f"{number}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            self._tell(error)
+            self.tell(error)
             yield
             return
         try:
-            end = time.monotonic() + WAIT_S
-            while not _locked(handle) and time.monotonic() < end:
-                time.sleep(_LOOK_S)
+            self._wait_for(handle)
             yield
         finally:
             os.close(handle)
+
+    def _wait_for(self, handle: int) -> None:
+        end = time.monotonic() + WAIT_S
+        try:
+            while not _locked(handle) and time.monotonic() < end:
+                time.sleep(_LOOK_S)
+        except OSError as error:  # a file system without locks
+            self.tell(error)
 
     def _keep(self, path: Path, table: pa.Table) -> None:
         # Never written in place: a map of a file that is cut would kill its process.
@@ -123,7 +129,7 @@ class NodeCache:
         except (pa.ArrowException, OSError) as error:
             with suppress(OSError):
                 part.unlink()
-            self._tell(error)
+            self.tell(error)
 
     def _has_room(self, size: int) -> bool:
         """Remove the tables that were opened longest ago until there is room for one of `size` bytes."""
@@ -144,7 +150,8 @@ class NodeCache:
             held -= size_of
         return held + size <= most
 
-    def _tell(self, error: Exception) -> None:
+    def tell(self, error: Exception) -> None:
+        """Say what is wrong with the folder, once."""
         if not self._said:
             self._said = True
             self._say(

@@ -128,6 +128,20 @@ def test_a_full_disk_is_said_once_and_costs_nothing_but_time(tmp_path, monkeypat
     cache.table((0,), refuse)
 
 
+def test_a_file_system_without_locks_is_said_once_and_ends_nothing(tmp_path, monkeypatch):
+    said = []
+    cache = NodeCache(tmp_path, 1 << 20, said.append)
+
+    def without(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("dataloader.node_cache.fcntl.flock", without)
+    for number in range(3):
+        assert cache.table((number,), lambda: TABLE).equals(TABLE)
+        assert cache.table((number,), refuse).equals(TABLE)
+    assert ["No locks available" in text for text in said] == [True]
+
+
 def test_half_of_what_is_free_is_left_free(tmp_path, monkeypatch):
     free = SimpleNamespace(free=2 * TABLE.nbytes - 1)
     monkeypatch.setattr("dataloader.node_cache.shutil.disk_usage", lambda _: free)
