@@ -18,6 +18,7 @@ from omni.planning.run_spec import RunSpec
 
 MOST_BYTES = 256_000_000  # of plans on a node, those included that runs have left that were killed
 _SIGNED = 32  # bytes of a signature
+_SCHEMA = pa.schema([pa.field("plan", pa.large_binary(), nullable=False)])
 KEPT = 8  # of the plans that a rank has made: no other rank of its domain is so many steps behind
 
 
@@ -47,13 +48,17 @@ class NodePlans:
         def table() -> pa.Table:
             content = make()
             self.made.append(own)
-            return pa.table({"plan": pa.array([self._signature(own, content) + content], pa.large_binary())})
+            return pa.table([[self._signature(own, content) + content]], _SCHEMA)
 
-        signed: bytes = self.cache.table(own, table)["plan"][0].as_py()
+        found = self.cache.table(own, table)
         while len(self.made) > KEPT:
             self.cache.drop(self.made.popleft())
+        signed: bytes = b"".join(found["plan"].to_pylist()) if found.schema == _SCHEMA else b""
         signature, plan = signed[:_SIGNED], signed[_SIGNED:]
-        return plan if hmac.compare_digest(signature, self._signature(own, plan)) else make()
+        if hmac.compare_digest(signature, self._signature(own, plan)):
+            return plan
+        self.cache.tell(PermissionError("a plan there is none of this run's ranks: others write to it"))
+        return make()
 
     def _signature(self, key: tuple[object, ...], plan: bytes) -> bytes:
         return hmac.digest(self.secret, repr(key).encode() + plan, "sha256")

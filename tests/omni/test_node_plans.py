@@ -167,19 +167,21 @@ class Harm:
         return Path.touch, (self.path,)
 
 
-def test_a_plan_of_a_stranger_is_not_unpickled(tmp_path):
+def test_a_plan_of_a_stranger_is_not_unpickled_and_said(tmp_path, capsys):
     planner, shared = job_of(tmp_path).planner, shared_in(tmp_path)
     ours = step_of(planner, 1, 0, 0, shared)
     (file,) = (tmp_path / "plans").glob("*.arrow")
     with pa.memory_map(str(file)) as mapped:
         signed = pa.ipc.open_file(mapped).read_all()["plan"][0].as_py()
-    for forged in (signed[:32], b"\0" * 32):
-        content = forged + pickle.dumps(Harm(tmp_path / "harm"))
-        table = pa.table({"plan": pa.array([content], pa.large_binary())})
+    harm, schema = pickle.dumps(Harm(tmp_path / "harm")), pa.schema([("plan", pa.large_binary(), False)])
+    tables = [pa.table([[forged + harm]], schema) for forged in (signed[:32], b"\0" * 32)]
+    tables += [pa.table([[]], schema), pa.table({"other": [harm]}), pa.table({"plan": [None, harm]})]
+    for table in tables:
         with pa.OSFile(str(file), "wb") as out, pa.ipc.new_file(out, table.schema) as writer:
             writer.write_table(table)
         assert step_of(planner, 1, 0, 0, shared) == ours
         assert not (tmp_path / "harm").exists()
+    assert capsys.readouterr().out.count("none of this run's ranks") == 1
 
 
 def test_the_last_few_plans_stay(tmp_path):
