@@ -68,7 +68,7 @@ def sync_wandb(folder: RunFolder, about: About) -> str:
     Online, the server is sent the steps that it lacks. Offline, the run is built anew, with the same id, in
     place of earlier offline files. Either way a second call changes nothing.
 
-    Raises ValueError if there is nothing to send, or W&B cannot start.
+    Raises ValueError if there is nothing to send, or W&B cannot start, TimeoutError if it has not taken all.
     """
     records = read_metrics(folder.metrics)
     if not records:
@@ -134,9 +134,11 @@ def _settings() -> wandb.Settings:
         disable_git=True,
         reinit="create_new",  # never continue in a run that someone else has open in this process
     )
-    # Without a bound an upload with no network keeps the run from ending. Older wandb has no such setting.
-    if "finish_timeout" in wandb.Settings.model_fields:
-        settings.finish_timeout = FINISH_S
+    # Without a bound an upload with no network keeps the run from ending; W&B's own word of it is silenced
+    # above. Older wandb has no such settings.
+    for name, value in (("finish_timeout", FINISH_S), ("finish_timeout_raises", True)):
+        if name in wandb.Settings.model_fields:
+            setattr(settings, name, value)
     return settings
 
 
@@ -191,7 +193,17 @@ class WandbTracker(Tracker):
         self._run.summary.update(dict(values))
 
     def finish(self, exit_code: int) -> None:
-        """Close the run, and wait until W&B's own process has ended."""
-        self._run.finish(exit_code=exit_code)
-        # finish returns before W&B's process has written the last block of the file; its end does not.
-        wandb.teardown(exit_code)
+        """Close the run, and wait until W&B's own process has ended.
+
+        Raises:
+            TimeoutError: if W&B has not taken all of it in FINISH_S seconds.
+        """
+        try:
+            self._run.finish(exit_code=exit_code)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"{self.place} had not taken all of the run after {FINISH_S:g} s: `omni sync` sends the rest"
+            ) from error
+        finally:
+            # finish returns before W&B's process has written the last block of the file; its end does not.
+            wandb.teardown(exit_code)

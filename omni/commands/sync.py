@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Upload, or write. Returns 2 where there is nothing to sync, or W&B cannot start."""
+    """Upload, or write. Returns 2 where there is nothing to sync, or W&B cannot start; 1 where it has not
+    taken all in time.
+    """
     from infra.launch import new_launch
     from infra.run_folder import RunFolder
     from infra.run_lock import holding
@@ -41,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             where = sync_wandb(folder, about)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, TimeoutError) else 2
     offline = Path(where).is_dir()
     print(f"written to {where}; upload: wandb sync {where}" if offline else f"W&B holds it: {where}")
     return 0

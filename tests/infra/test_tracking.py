@@ -253,6 +253,39 @@ def test_wandb_that_cannot_start_is_refused_with_the_remedy(folder, monkeypatch)
     assert time.monotonic() - began < 20
 
 
+class _Slow:
+    """W&B's run where nothing arrives, as settings have it end."""
+
+    offline, url, dir, id, starting_step = False, "https://wandb.example.org/run", "", "1", 0
+
+    def __init__(self, settings, **_):
+        self.raises, self.summary = settings.finish_timeout_raises, {}
+
+    def define_metric(self, *_, **__):
+        pass
+
+    def log(self, *_, **__):
+        pass
+
+    def finish(self, exit_code):
+        if self.raises:
+            raise TimeoutError("Timed out finishing run.")
+
+
+def test_what_wandb_has_not_taken_in_time_is_said(folder, monkeypatch, caplog):
+    ended = []
+    monkeypatch.setattr("wandb.init", lambda **keys: _Slow(**keys))
+    monkeypatch.setattr("wandb.teardown", ended.append)
+    tracker = start("wandb", folder, mode="online")
+    log_steps(tracker, 1, 3)
+    tracker.finish(0)
+    assert "wandb failed and is dropped" in caplog.text
+    assert "`omni sync` sends the rest" in caplog.text
+    with pytest.raises(TimeoutError, match=r"example.org/run had not taken all of the run after 60 s"):
+        sync_wandb(folder, replace(ABOUT, mode="online"))
+    assert ended == [0, 1], "its process is ended"
+
+
 def test_mode_auto_is_online_only_with_a_key_for_the_host(tmp_path, monkeypatch):
     assert resolve_mode("auto") == "offline"
     (tmp_path / ".netrc").write_text("machine github.com login a password b\n")
