@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,9 +90,8 @@ def _last_record(path: Path) -> dict[str, float]:
         lines = file.read().decode(errors="replace").splitlines(keepends=True)
     for line in reversed(lines):
         if line.endswith("\n"):
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError:  # the part of a line that the tail begins with
-                break
-            return {key: float(value) for key, value in record.items()}
+            with suppress(
+                ValueError, TypeError, AttributeError
+            ):  # what is no record is left out
+                return {key: float(value) for key, value in json.loads(line).items()}
     return {}

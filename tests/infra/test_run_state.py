@@ -75,6 +75,14 @@ def test_a_record_that_is_being_written_or_is_no_number_does_not_disturb(folder)
     assert state.left_s is None
 
 
+@pytest.mark.parametrize("garbage", ["\n", "garbage\n", "[3]\n", '{"progress/step": null}\n', '"NaN"\n'])
+def test_what_is_no_record_hides_none_before_it(folder, garbage):
+    record(folder)
+    with folder.metrics.open("a") as file:
+        file.write(2 * garbage)
+    assert read_state(folder, 5).step == 3
+
+
 def test_a_folder_of_no_run_is_named(tmp_path):
     with pytest.raises(ValueError, match=f"{tmp_path} is no run folder"):
         read_state(RunFolder(tmp_path), 5)
