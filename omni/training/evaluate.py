@@ -4,7 +4,7 @@ Generation is greedy and feeds back its own output, token by token, so it measur
 would see.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -62,7 +62,7 @@ class Evaluator:
 
     def loss(self, step: int, source: str, num_samples: int) -> float:
         """Mean loss of a target token over `num_samples` held-out samples, spread evenly over the dataset."""
-        metas = self.samples(source, num_samples)
+        metas = taken_of(self.spec, source, num_samples)
         sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
         for numbers in grouped(metas, self._tokens_at_once()):
             group = [metas[i] for i in numbers]
@@ -111,7 +111,7 @@ class Evaluator:
         at most `most_tokens` tokens, and return those that came to their end, on every rank. `stop` and
         errors are those of `FreeGeneration`.
         """
-        metas = self.samples(source, num_samples)
+        metas = taken_of(self.spec, source, num_samples)
         samples = [self.readers[source].read(meta.id, text=True, items=False) for meta in metas]
         tokenizer = self.spec.tokenizer
         answers = [answer_of(sample, meta, tokenizer) for sample, meta in zip(samples, metas, strict=True)]
@@ -132,14 +132,6 @@ class Evaluator:
         given = replace(meta, text_tokens=begin, items=items)
         return Prompt(given, tokenize(sample, meta, self.spec.tokenizer)[0][: length(given)])
 
-    def samples(self, source: str, num_samples: int) -> list[SampleMeta]:
-        """What is taken of `num_samples` samples, spread evenly over a source: those that the run takes."""
-        total = len(self.spec.heldout[source])
-        num_samples = min(num_samples, total)
-        metas = [self.spec.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]
-        longest = self.spec.planner.world.budget.longest
-        return [meta for meta in metas if fit(meta, longest, "drop") is not None]
-
     def _tokens_at_once(self) -> int:
         """Tokens of one evaluation plan: a few microbatches for each replica."""
         return 4 * self.spec.layout.dp * self.spec.config.data.pass_tokens
@@ -147,6 +139,26 @@ class Evaluator:
     def _text(self, source: str, meta: SampleMeta) -> TextArrays:
         sample = self.readers[source].read(meta.id, text=True, items=False)
         return tokenize(sample, meta, self.spec.tokenizer)
+
+
+def taken_of(spec: RunSpec, source: str, num_samples: int) -> list[SampleMeta]:
+    """What the run takes of `num_samples` samples that are spread evenly over a held-out source."""
+    total = len(spec.heldout[source])
+    num_samples = min(num_samples, total)
+    metas = [spec.heldout_meta(source, i * total // num_samples) for i in range(num_samples)]
+    return [meta for meta in metas if fit(meta, spec.planner.world.budget.longest, "drop") is not None]
+
+
+def left_out_of(spec: RunSpec) -> Iterator[str]:
+    """Say how many samples of held-out sources are not taken, and why."""
+    for name, own in spec.config.data.heldout.items():
+        asked = min(own.samples, len(spec.heldout[name]))
+        if left := asked - len(taken_of(spec, name, own.samples)):
+            yield (
+                f"{left} of {asked} samples of held-out {name} are left out: they have more than "
+                f"{spec.planner.world.budget.longest} tokens (data.sample_tokens, data.microbatch_tokens), "
+                f"or an item that its encoder refuses"
+            )
 
 
 def answer_of(sample: Sample, meta: SampleMeta, tokenizer: Tokenizer) -> Answer:

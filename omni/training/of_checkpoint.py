@@ -21,6 +21,7 @@ from infra.checkpoint import locate
 from infra.progress import Progress
 from infra.run_folder import RunFolder
 from infra.watchdog import EXIT_CODE as TRY_AGAIN
+from omni.training.evaluate import left_out_of
 from omni.training.forward import ForwardPasses
 from omni.training.generate import FreeGeneration, Limit, Prompt
 from omni.training.reporter import Silent
@@ -31,15 +32,10 @@ from omni.training.transcriptions import lines_of, summed_up
 
 def evaluated(trainer: Trainer, step: int, screen: Progress | Silent) -> dict[str, Any]:
     """Held-out losses, and transcriptions of the sources that ask for them, summed up."""
-    heldout, found = trainer.config.data.heldout, {}
-    for name, own in heldout.items():
-        asked = min(own.samples, len(trainer.spec.heldout[name]))
-        if left := asked - len(trainer.evaluator.samples(name, own.samples)):
-            longest = trainer.spec.planner.world.budget.longest
-            screen.note(
-                f"note: {left} of {asked} samples of {name} are left out: they have more than {longest} "
-                f"tokens (data.sample_tokens, data.microbatch_tokens), or an item that its encoder refuses"
-            )
+    for text in left_out_of(trainer.spec):
+        screen.note(f"note: {text}")
+    found = {}
+    for name, own in trainer.config.data.heldout.items():
         found[f"loss/eval/{name}"] = trainer.evaluator.loss(step, name, own.samples)
     losses = ", ".join(f"{key.rpartition('/')[2]} {loss:.4f}" for key, loss in found.items())
     screen.note(f"held-out loss of step {step}: {losses}")

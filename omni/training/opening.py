@@ -11,6 +11,7 @@ from omni.planning.optim_schedule import frozen_components, stages_of
 from omni.planning.pools import without_effect
 from omni.planning.run_spec import RunSpec
 from omni.planning.work import num_parameters
+from omni.training.evaluate import left_out_of
 from omni.training.figures import restarts
 from omni.training.start import check_start
 from ops.device import device_name, device_type, dtype_of, precision_of
@@ -89,6 +90,7 @@ def _notes(spec: RunSpec) -> Iterator[str]:
                 f"labels of the same sizes pass unseen, on other nodes and when this run is resumed: omni "
                 f"data hash {index.path}"
             )
+    yield from left_out_of(spec)
     for name, heldout in spec.heldout.items():
         for source, index in spec.indexes.items():
             if same_data(heldout, index):

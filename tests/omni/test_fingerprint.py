@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from small import overrides, without_hashes, write_mixed
 
-from dataloader.format import DataError
+from dataloader.format import DataError, Sample
 from dataloader.manifest import read_manifest
 from dataloader.reader import Reader
 from dataloader.storage import Storage
@@ -135,3 +135,16 @@ def test_the_same_data_as_source_and_held_out_is_said(data: Path, tmp_path: Path
     spec = prepare_run(compose_config(overrides(data, data / "run", heldout)), 2)
     notes = [line for line in opening(spec, folder, 1, "nowhere") if line.startswith("note")]
     assert [f"omni data hash {copy}" in note for note in notes] == [True]
+
+
+def test_held_out_samples_that_a_run_does_not_take_are_said(data: Path, tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "texts", ByteTokenizer()) as writer:
+        for number in range(3):
+            writer.add(Sample(f"{number}", "text " * 100**number))
+    heldout = f"+data.heldout.texts={{path: {tmp_path / 'texts'}, samples: 3}}"
+    spec = prepare_run(compose_config(overrides(data, data / "run", heldout)), 2)
+    lines = opening(spec, RunFolder(tmp_path / "run"), None, "nowhere")
+    (note,) = [line for line in lines if line.startswith("note")]
+    assert note.startswith(
+        "note: 2 of 3 samples of held-out texts are left out: they have more than 160 tokens"
+    )
