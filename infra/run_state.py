@@ -90,8 +90,6 @@ def _last_record(path: Path) -> dict[str, float]:
         lines = file.read().decode(errors="replace").splitlines(keepends=True)
     for line in reversed(lines):
         if line.endswith("\n"):
-            with suppress(
-                ValueError, TypeError, AttributeError
-            ):  # what is no record is left out
+            with suppress(ValueError, TypeError, AttributeError):  # what is no record is left out
                 return {key: float(value) for key, value in json.loads(line).items()}
     return {}

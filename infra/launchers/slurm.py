@@ -13,6 +13,7 @@ from infra.run_folder import write_text
 
 COMMAND_S = 60.0  # for any command of Slurm to answer
 POLL_S = 5.0
+SILENT_S = 900.0  # that a controller may not answer while jobs are waited for: it may be restarted
 ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
 
@@ -55,14 +56,26 @@ def wait_for(numbers: Sequence[str], say: Callable[[str], None]) -> dict[str, st
     """Wait until all jobs have ended and return their last states; changes are said as they happen.
 
     Slurm bounds the wait, by the jobs' time limits.
+
+    Raises:
+        SlurmError: if Slurm does not answer for SILENT_S seconds.
     """
     states: dict[str, str] = dict.fromkeys(numbers, "PENDING")
+    answered, silent = time.monotonic(), False
     while any(state and state not in ENDED for state in states.values()):
         time.sleep(POLL_S)
-        for number, before in states.items():
-            if before and before not in ENDED and (now := state_of(number)) != before:
-                states[number] = now
-                say(f"Slurm job {number}: {now or 'ended'}")
+        try:
+            for number, before in states.items():
+                if before and before not in ENDED and (now := state_of(number)) != before:
+                    states[number] = now
+                    say(f"Slurm job {number}: {now or 'ended'}")
+            answered, silent = time.monotonic(), False
+        except SlurmError as error:
+            if time.monotonic() - answered > SILENT_S:
+                raise
+            if not silent:
+                say(f"Slurm does not answer, and is asked again: {error}")
+            silent = True
     return states
 
 

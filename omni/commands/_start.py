@@ -15,7 +15,7 @@ from infra.launchers.local import own_gpus, run_jobs, verdict
 from infra.launchers.ray_cluster import on_cluster
 from infra.launchers.ray_jobs import run_on_ray
 from infra.launchers.ray_nodes import RayNeeds
-from infra.launchers.slurm import submit, wait_for, write_script
+from infra.launchers.slurm import SlurmError, submit, wait_for, write_script
 from infra.machine import oom_kills
 from infra.run_folder import RunFolder, write_json
 from infra.screen import keep_going_without
@@ -172,6 +172,9 @@ def _submit(jobs: Sequence[Job], sweep: Path | None, wait: bool) -> list[int]:
     except KeyboardInterrupt:
         _say("no longer waiting: the jobs go on")
         return [128 + signal.SIGINT] * len(jobs)
+    except SlurmError as error:
+        _say(f"no longer waiting: the jobs go on, and Slurm does not answer: {error}")
+        return [1] * len(jobs)
     ends = [states[numbers[job.number]] for job in jobs]
     _conclude(jobs, [end.lower() or "no longer known to Slurm" for end in ends])
     return [0 if end == "COMPLETED" else 1 for end in ends]

@@ -18,7 +18,7 @@ import pytest
 from infra.launchers import local, node
 from infra.launchers.job import Job, agent_arguments, check_environment, columns, split_ranks
 from infra.launchers.script import Batch, check_batch, render
-from infra.launchers.slurm import write_script
+from infra.launchers.slurm import SlurmError, wait_for, write_script
 from infra.run_folder import RunFolder
 from infra.run_lock import holder_of
 
@@ -257,6 +257,30 @@ def test_a_first_node_whose_name_does_not_resolve_is_told_with_the_remedy(tmp_pa
     assert node.main([*shape, "--head", "no-such-host.invalid", str(tmp_path / "config.yaml")]) == 2
     assert "no-such-host.invalid, does not resolve here" in (said := capsys.readouterr().err)
     assert "OMNI_HEAD" in said
+
+
+def test_a_controller_that_is_restarted_ends_no_wait_for_its_jobs(monkeypatch):
+    answers: list = ["RUNNING", SlurmError("no contact"), SlurmError("still none"), "COMPLETED"]
+    said: list[str] = []
+
+    def state_of(number):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("infra.launchers.slurm.POLL_S", 0)
+    monkeypatch.setattr("infra.launchers.slurm.state_of", state_of)
+    assert wait_for(["7"], said.append) == {"7": "COMPLETED"}
+    assert said == [
+        "Slurm job 7: RUNNING",
+        "Slurm does not answer, and is asked again: no contact",
+        "Slurm job 7: COMPLETED",
+    ]
+    monkeypatch.setattr("infra.launchers.slurm.SILENT_S", 0)
+    answers[:] = [SlurmError("gone")] * 3
+    with pytest.raises(SlurmError, match="gone"):
+        wait_for(["7"], said.append)
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
