@@ -101,7 +101,7 @@ def of_messages(jsonl: Path, tokenizer: Tokenizer, counts: ItemCounts) -> list[A
         if line.strip():
             try:
                 asked.append(_chat(line, number, template, tokenizer, counts, jsonl.resolve().parent))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 bad.append(f"{jsonl}:{number}: {error}")
     if bad:
         more = [f"… and {len(bad) - _SHOWN} more"] if len(bad) > _SHOWN else []

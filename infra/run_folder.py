@@ -203,7 +203,7 @@ def _whole_lines(lines: Iterable[str], path: Path) -> Iterator[tuple[str, dict[s
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             bad.append(number)

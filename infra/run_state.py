@@ -90,6 +90,7 @@ def _last_record(path: Path) -> dict[str, float]:
         lines = file.read().decode(errors="replace").splitlines(keepends=True)
     for line in reversed(lines):
         if line.endswith("\n"):
-            with suppress(ValueError, TypeError, AttributeError):  # what is no record is left out
+            # What is no record is left out.
+            with suppress(ValueError, TypeError, AttributeError, RecursionError):
                 return {key: float(value) for key, value in json.loads(line).items()}
     return {}

@@ -135,7 +135,7 @@ def _objects(content: bytes) -> Iterator[tuple[int, int, Any] | LeftOut]:
             return
         try:
             value, end = decode(text, place)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             yield LeftOut("", "damaged file", f"what follows is not read: {error}")
             return
         size = len(text[place:end].encode())
@@ -149,6 +149,6 @@ def _lines(content: bytes) -> Iterator[tuple[int, int, Any] | LeftOut]:
         if line.strip():
             try:
                 yield at, len(line), json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 yield LeftOut(f"line {number}", "bad sample", str(error))
         at += len(line) + 1

@@ -141,7 +141,7 @@ def _value(raw: bytes, key: str) -> Any:
     """The value of a JSON object, None where it lacks the key. Raises DataError if it is none."""
     try:
         return json.loads(raw).get(key)
-    except (AttributeError, ValueError) as error:
+    except (AttributeError, ValueError, RecursionError) as error:
         raise DataError(f"its .json is no JSON object ({error})") from None
 
 

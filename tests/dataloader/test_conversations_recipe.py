@@ -109,7 +109,8 @@ def test_what_is_not_taken_is_told(source, tmp_path, hf):
     (source / "chats.json").write_text(json.dumps([{"id": key, **chat} for key, chat in given.items()]))
     (source / "cut.json").write_text(json.dumps([LLAVA, LLAVA])[:-30])
     seven = json.dumps({**LLAVA, "id": 7})
-    (source / "lines.jsonl").write_text(f"{seven}\nno json\n{seven}")
+    (source / "lines.jsonl").write_text(f"{seven}\nno json\n{seven}\n{'[' * 9999}\n")
+    (source / "nested.json").write_text("[" * 9999)
     assert build_index(source, tmp_path / "index", "conversations", hf)
     assert left_out(tmp_path / "index") == {
         **dict.fromkeys(("up", "abs", "link"), "outside the root"),
@@ -118,7 +119,7 @@ def test_what_is_not_taken_is_told(source, tmp_path, hf):
         "bad": "bad item",
         **dict.fromkeys(("url", "film", "two", "silent", "none"), "bad sample"),
         "": "damaged file",
-        "line 2": "bad sample",
+        **dict.fromkeys(("line 2", "line 4"), "bad sample"),
     }
     reader = PlacedReader(tmp_path / "index", tokenizer=get_tokenizer(hf))
     ids = [reader.read(i, True, False).id for i in range(reader.manifest.num_samples)]

@@ -90,15 +90,27 @@ def test_what_is_no_tag_leaves_its_sample_out(tmp_path):
     assert [(of["file"], of["reason"]) for of in left_out] == [("9.parquet", "bad sample")]
 
 
-def test_two_members_of_tags_are_told_and_neither_counts(tmp_path):
-    (tmp_path / "data").mkdir()
-    with tarfile.open(tmp_path / "data" / "0.tar", "w") as tar:
-        for name in ("a.txt", "a.json", "a.json", "b.txt", "b.json"):
-            data = b"text" if name.endswith("txt") else b'{"tags": ["cat"]}'
+def index_of_members(folder: Path, members: list[tuple[str, bytes]]) -> None:
+    (folder / "data").mkdir()
+    with tarfile.open(folder / "data" / "0.tar", "w") as tar:
+        for name, data in members:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
-    build_index(tmp_path / "data", tmp_path / "index", RECIPES["webdataset"][1])
+    build_index(folder / "data", folder / "index", RECIPES["webdataset"][1])
+
+
+def test_tags_that_are_nested_for_ever_are_told_and_end_nothing(tmp_path):
+    index_of_members(tmp_path, [("a.txt", b"text"), ("a.json", b"[" * 9999), ("b.txt", b"text")])
+    left_out = json.loads((tmp_path / "index" / "left_out.jsonl").read_text())
+    assert (left_out["key"], left_out["reason"]) == ("a", "bad sample")
+    assert read_manifest(tmp_path / "index").num_samples == 1
+
+
+def test_two_members_of_tags_are_told_and_neither_counts(tmp_path):
+    tags = b'{"tags": ["cat"]}'
+    members = [("a.txt", b"text"), ("a.json", tags), ("a.json", tags), ("b.txt", b"text"), ("b.json", tags)]
+    index_of_members(tmp_path, members)
     left_out = json.loads((tmp_path / "index" / "left_out.jsonl").read_text())
     assert (left_out["key"], left_out["reason"]) == ("a", "repeated member")
     assert rows_with(tmp_path / "index", read_manifest(tmp_path / "index"), "cat").tolist() == [0]

@@ -75,11 +75,13 @@ def test_a_record_that_is_being_written_or_is_no_number_does_not_disturb(folder)
     assert state.left_s is None
 
 
-@pytest.mark.parametrize("garbage", ["\n", "garbage\n", "[3]\n", '{"progress/step": null}\n', '"NaN"\n'])
+@pytest.mark.parametrize(
+    "garbage", ["\n", "garbage\n", "[3]\n", '{"progress/step": null}\n', '"NaN"\n', "[" * 9999 + "\n"]
+)
 def test_what_is_no_record_hides_none_before_it(folder, garbage):
     record(folder)
     with folder.metrics.open("a") as file:
-        file.write(2 * garbage)
+        file.write(2 * f"{garbage}\n")
     assert read_state(folder, 5).step == 3
 
 
