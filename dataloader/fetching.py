@@ -29,6 +29,11 @@ class StoreError(OSError):
     """A store gave no answer, or none but errors, for as long as it was asked."""
 
 
+def is_of_machine(error: Exception) -> bool:
+    """Whether an error is of a store or this machine, such as a failing disk, not of what a file holds."""
+    return isinstance(error, StoreError) or (isinstance(error, OSError) and error.errno is not None)
+
+
 class Fetcher:
     """Reads ranges of the files of a storage. Files of this machine stay open in `files`, whose count of
     bytes all reads add to. Safe to share between threads.

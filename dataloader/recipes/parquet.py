@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.fetching import Fetcher, StoreError, opened
+from dataloader.fetching import Fetcher, is_of_machine, opened
 from dataloader.format import DataError, SampleError
 from dataloader.recipes.parquet_types import is_item, is_list, is_text
 from dataloader.sources.beside import item_beside
@@ -81,9 +81,9 @@ class Parquet(OfBytes):
                         for values in batch.to_pylist():
                             yield self._found(storage, name, group * _ROWS + row, number, values)
                             row, number = row + 1, number + 1
-            except StoreError:
-                raise
             except (pa.ArrowException, OSError, ValueError) as error:
+                if is_of_machine(error):
+                    raise
                 yield LeftOut("", "damaged file", f"from row {number} on: {error}")
 
     def text(self, raw: bytes, num_items: int) -> Text:

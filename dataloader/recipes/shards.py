@@ -12,7 +12,7 @@ from typing import IO, Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dataloader.fetching import Fetcher, StoreError, opened
+from dataloader.fetching import Fetcher, is_of_machine, opened
 from dataloader.format import SHARD_SCHEMA, TEXT_COLUMNS, TURNS
 from dataloader.manifest import TextForm
 from dataloader.ranges import NOWHERE, chunks_of, marks_of, places_of
@@ -52,9 +52,9 @@ class Shards(OfBytes):
                     return
                 for group in range(shard.num_row_groups):
                     yield from self._of_group(file, shard, name, group)
-            except StoreError:
-                raise
             except (pa.ArrowException, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                if is_of_machine(error):
+                    raise
                 yield LeftOut("", "damaged file", f"from row group {group} on: {error}")
 
     def text(self, raw: bytes, num_items: int) -> Text:

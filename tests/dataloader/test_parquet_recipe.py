@@ -1,6 +1,8 @@
 """Parquet files of others, read where they lie, against the same samples as a dataset of their own."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,6 +130,20 @@ def test_what_is_wrong_in_a_file_is_told_by_reason(tmp_path):
     assert "by path alone: http://x/a.png" in lines[1]["detail"]
     assert lines[8]["detail"] == "its column 'image' is string"
     assert len(Index.open(tmp_path / "index")) == 1
+
+
+@pytest.mark.parametrize("recipe", ["parquet", "shards"])
+def test_a_disk_that_fails_ends_an_index_and_leaves_out_nothing(tmp_path, monkeypatch, recipe):
+    source = tmp_path / "source"
+    source.mkdir()
+    pq.write_table(pa.table({"text": ["a"]}), source / "0.parquet")
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(f"dataloader.recipes.{recipe}.pq.ParquetFile", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        build_index(source, tmp_path / "index", recipe)
 
 
 def test_another_file_under_its_index_is_found(tmp_path):
