@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
@@ -35,11 +36,17 @@ class Storage:
         any characters.
 
         Raises:
-            ValueError: for a protocol that fsspec does not know, or whose package is not installed, and for
-                a chain of URLs, of which fsspec would take one and drop the others.
+            ValueError: for a protocol that fsspec does not know, or whose package is not installed; for a
+                chain of URLs, of which fsspec would take one and drop the others; and for a password, since
+                URLs are written to run folders, indexes and logs.
         """
         if isinstance(url, Path) or "://" not in url:
             return cls(LocalFileSystem(), os.path.abspath(os.path.expanduser(url)).rstrip("/"))
+        if urlsplit(url).password is not None:
+            raise ValueError(
+                "its URL holds a password, which would be written to files and logs: leave it out there, and "
+                "give it to fsspec (~/.config/fsspec) or in the environment"
+            )
         try:
             if "::" in url:
                 raise ValueError("it has ::, which chains several URLs; give one")

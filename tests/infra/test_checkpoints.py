@@ -439,6 +439,13 @@ def test_a_path_is_a_path_and_chains_of_urls_are_refused(tmp_path: Path) -> None
         Storage.at("simplecache::memory://a")
 
 
+def test_a_password_in_a_url_is_refused_before_it_is_written_anywhere() -> None:
+    with pytest.raises(ValueError, match="holds a password") as refused:
+        Storage.at("sftp://user:hunter22@host/folder")
+    assert "hunter22" not in str(refused.value)
+    assert Storage.at("memory://bucket/a:b@c").root == "/bucket/a:b@c"
+
+
 @pytest.mark.parametrize("key", ["files", "index", "run", "step"])
 def test_a_manifest_without_a_key_is_damaged_and_says_which(tmp_path: Path, key: str) -> None:
     storage = written(tmp_path)
