@@ -181,7 +181,7 @@ def _export_folder(storage: "Storage", step: int, arguments: argparse.Namespace)
             )
     encoders, left = _encoders(folder, like)
     count = export_folder(storage, read_manifest(storage, step), source, arguments.out, encoders)
-    print(f"{arguments.out}: {count} tensors of step {step}, as in {like}")
+    _tell_of_folder(arguments.out, count, step, source, like)
     for name in left:
         print(
             f"note: {name} is not of this folder, and not written; omni checkpoint export without --as has it"
@@ -210,8 +210,16 @@ def _export_encoder(storage: "Storage", step: int, arguments: argparse.Namespace
     source = published(name, make_encoder(name, {**own, "folder": like, "weights": True}))
     assert source is not None
     count = export_folder(storage, read_manifest(storage, step), source, arguments.out, component=name)
-    print(f"{arguments.out}: {count} tensors of step {step}, as in {like}")
+    _tell_of_folder(arguments.out, count, step, source, like)
     return 0
+
+
+def _tell_of_folder(out: Path, count: int, step: int, source: "Folder", like: str) -> None:
+    from omni.training.export_folder import left_behind
+
+    print(f"{out}: {count} tensors of step {step}, as in {like}")
+    if left := left_behind(source):
+        print(f"note: of {like} is not copied: {', '.join(left)}")
 
 
 def _encoders(folder: "RunFolder", like: str) -> "tuple[dict[str, Folder], list[str]]":

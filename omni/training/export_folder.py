@@ -149,6 +149,13 @@ def _plain(source: Folder, name: str) -> dict[str, Any]:
     return {**said, "metadata": {**said.get("metadata", {}), "total_size": total}, "weight_map": placed}
 
 
+def left_behind(source: Folder) -> list[str]:
+    """What of a folder an export does not have: folders in it, code, and weights in other forms."""
+    sizes = source.storage.sizes()
+    left = [name for name in sizes if name.endswith(_LEFT) and name not in source.headers]
+    return sorted([*left, *(f"{name}/" for name in sizes if sizes[name] is None)])
+
+
 def _copy_rest(source: Folder, out: Path) -> None:
     sizes = source.storage.sizes()
     for name in sorted(sizes, key=lambda name: (name == INDEX, name)):

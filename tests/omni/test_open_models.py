@@ -297,12 +297,16 @@ def test_a_run_in_bf16_comes_back_as_a_folder_that_transformers_loads(data, tmp_
     assert found == {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")
     }
+    (folder / "additional_chat_templates").mkdir()
+    capsys.readouterr()
     assert main(["checkpoint", "export", str(run), "--as", "hf", "--out", str(out)]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert note.endswith("is not copied: additional_chat_templates/, modeling_own.py")
     after = transformers.AutoModelForCausalLM.from_pretrained(out, local_files_only=True).state_dict()
     assert after.keys() == before.keys()
     assert all(after[name].dtype == torch.bfloat16 for name in after)
     assert all(not torch.equal(after[name].float(), before[name]) for name in after)
-    names = {path.name for path in folder.iterdir()} - {"modeling_own.py"}
+    names = {path.name for path in folder.iterdir() if path.is_file()} - {"modeling_own.py"}
     assert {path.name for path in out.iterdir()} == names
     assert main(["checkpoint", "export", str(run), "--as", "hf", "--out", str(out)]) == 2  # not empty
     make("llama", tmp_path / "other")
