@@ -3,17 +3,24 @@ from that of a run which has saved nothing yet.
 """
 
 import socket
-from contextlib import suppress
 
 from dataloader.storage import Storage
 from infra.checkpoint import DAMAGED, MANIFEST, CheckpointError, folder_of
 from infra.run_folder import RunFolder, write_text
+from infra.screen import beside
 
 
 def note_last(folder: RunFolder, storage: Storage, step: int) -> None:
-    """Note that the checkpoint of `step` is there."""
-    with suppress(OSError):  # what a run notes of itself ends no training
+    """Note that the checkpoint of `step` is there. Where that cannot be written, it is said: what a run notes
+    of itself ends no training.
+    """
+    try:
         write_text(folder.last_checkpoint, storage.locate(folder_of(step)) + "\n")
+    except OSError as error:
+        beside(
+            f"note: {folder.last_checkpoint} cannot be written ({error}): should its store be empty or not "
+            f"mounted, this run would not see that, and begin anew"
+        )
 
 
 def check_last(folder: RunFolder, storage: Storage) -> None:

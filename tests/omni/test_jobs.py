@@ -56,7 +56,7 @@ def test_a_new_run_does_not_take_the_checkpoints_of_another_for_its_own(tmp_path
     assert _jobs._continued(folder, spec) == (7, 56, None)
 
 
-def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path):
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path, capsys):
     store, folder = tmp_path / "kept", RunFolder(tmp_path / "run")
     spec = SimpleNamespace(config=Config(train=TrainConfig(checkpoint_dir=str(store))))
     folder.path.mkdir()
@@ -68,6 +68,10 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path):
         assert word in str(refused.value)
     assert not store.exists()
     (folder.path / "last_checkpoint").unlink()
+    (folder.path / "last_checkpoint").mkdir()
+    note_last(folder, Storage.at(store), 4)
+    assert "last_checkpoint cannot be written" in capsys.readouterr().err
+    (folder.path / "last_checkpoint").rmdir()
     assert _jobs._continued(folder, spec) == (0, 0, None)
 
 
