@@ -7,6 +7,7 @@ server lacks are sent. Steps that the server already has and that the run repeat
 there: W&B takes each step once.
 """
 
+import logging
 import netrc
 import os
 import shutil
@@ -26,6 +27,8 @@ from infra.tracker import MODES, TIMELINE, About, Tracker, record
 START_S = 60.0
 FINISH_S = 60.0
 LONGEST_TAG = 64  # for W&B
+
+logger = logging.getLogger(__name__)
 
 
 def start_wandb(folder: RunFolder, about: About, resumed_from: int | None) -> "WandbTracker":
@@ -110,8 +113,12 @@ def _netrc_has_host() -> bool:
         try:
             if host in netrc.netrc(path).hosts:
                 return True
-        except (OSError, netrc.NetrcParseError):
+        except FileNotFoundError:
             continue
+        except (OSError, netrc.NetrcParseError) as error:
+            # Not the error's own words, which quote the file.
+            why = error.strerror if isinstance(error, OSError) else f"line {error.lineno} cannot be read"
+            logger.warning("%s is not looked at for a key of W&B: %s", path, why)
     return False
 
 

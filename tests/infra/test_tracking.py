@@ -301,6 +301,16 @@ def test_mode_auto_is_online_only_with_a_key_for_the_host(tmp_path, monkeypatch)
     assert resolve_mode("auto") == "offline"
 
 
+def test_a_key_that_cannot_be_read_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("NETRC", str(tmp_path / "keys"))
+    assert resolve_mode("auto") == "offline"
+    assert caplog.text == ""
+    (tmp_path / "keys").write_text(f"machine api.wandb.ai login user {'a' * 40}\n")
+    assert resolve_mode("auto") == "offline"
+    assert f"{tmp_path / 'keys'} is not looked at for a key of W&B" in caplog.text
+    assert "aaaa" not in caplog.text
+
+
 def test_tensorboard_holds_the_records_and_hides_repeated_steps(folder):
     tracker = start("tensorboard", folder)
     log_steps(tracker, 1, 5)
