@@ -30,11 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the state of every run. Returns 2 for a folder without runs."""
+    """Print the state of every run. Returns 2 for a folder without runs, or one that cannot be read."""
     found = [run for folder in arguments.folders for run in _runs(folder)]
     try:
         states = [(path, _state(path)) for path in found]
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a store that does not answer, or a file that may not be read
         print(f"error: {error}", file=sys.stderr)
         return 2
     if len(states) == 1:
@@ -74,7 +74,7 @@ def _page(path: Path, state: "RunState") -> list[str]:
     lines = [
         f"{path}: {state.doing}",
         f"  step        {_progress(state)}{left}",
-        f"  checkpoint  {state.checkpoint or 'none: it would begin anew'}",
+        f"  checkpoint  {state.checkpoint or _without(path)}",
     ]
     if state.holder is not None:
         ended = ", which ended" if state.alive is False else ""
@@ -82,6 +82,16 @@ def _page(path: Path, state: "RunState") -> list[str]:
     shown = [key for key in state.record if key.startswith(_SHOWN)]
     width = max(map(len, shown), default=0)
     return [*lines, *(f"  {key.ljust(width)}  {state.record[key]:.6g}" for key in shown)]
+
+
+def _without(path: Path) -> str:
+    """What becomes of a run without a checkpoint."""
+    from infra.run_folder import RunFolder
+
+    last = RunFolder(path).last_checkpoint
+    if last.exists():
+        return f"none is seen from here, and it saved {last.read_text().strip()}: it would not start"
+    return "none: it would begin anew"
 
 
 def _progress(state: "RunState") -> str:

@@ -111,8 +111,16 @@ def test_status_tells_of_one_run_and_of_a_sweep(tmp_path):
     assert one.code == 0, one.err
     assert "stopped: no launch trains it" in one.out
     assert "none: it would begin anew" in one.out
+    (tmp_path / "sweep" / "2" / "last_checkpoint").write_text("/store/step_00000002\n")
+    unmounted = omni(["status", "sweep/2"], tmp_path)
+    assert "none is seen from here, and it saved /store/step_00000002: it would not start" in unmounted.out
     several = omni(["status", "sweep"], tmp_path)
     assert [line.split()[0] for line in several.out.splitlines()] == ["sweep/2", "sweep/10"]
     nothing = omni(["status", "."], tmp_path / "sweep" / "..")
     assert nothing.code == 2
     assert "is no run folder" in nothing.err
+    (tmp_path / "sweep" / "10" / "metrics.jsonl").unlink()
+    (tmp_path / "sweep" / "10" / "metrics.jsonl").mkdir()
+    unread = omni(["status", "sweep"], tmp_path)
+    assert (unread.code, unread.out) == (2, "")
+    assert unread.err.startswith("error: [Errno 21] Is a directory"), unread.err
