@@ -93,7 +93,7 @@ class Progress:
             self._out.write(text + "\n")
             self._out.flush()
         else:
-            self._live.console.print(Text(text), no_wrap=True, overflow="crop")
+            self._live.console.print(Text(text), soft_wrap=True)  # by itself it would cut a long one
 
 
 def header(total_steps: int) -> str:

@@ -93,6 +93,21 @@ def test_a_terminal_shows_lines_above_a_live_bar():
     assert "\x1b[" in shown
 
 
+def test_a_terminal_shows_long_notes_whole():
+    reader, writer = pty.openpty()
+    words = " ".join(f"word{number}" for number in range(60))
+    with os.fdopen(writer, "w") as terminal:
+        progress = Progress(4, out=terminal)
+        progress.note(f"choice out of date: {words}")
+        progress.close()
+    shown = ""
+    with suppress(OSError):
+        while part := os.read(reader, 65536):
+            shown += part.decode()
+    os.close(reader)
+    assert words in shown
+
+
 def test_a_step_without_its_number_is_refused():
     with pytest.raises(ValueError, match="progress/step"):
         Progress(4, out=io.StringIO()).step({})
