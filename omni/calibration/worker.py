@@ -34,6 +34,7 @@ from omni.calibration.machine import (
 )
 from omni.training.worker import exit_with
 from ops.device import backend_name, dtype_of, precision_of, select_device
+from parallel.plain import gather_plain
 
 TIMEOUT_S = 300.0
 
@@ -87,14 +88,12 @@ def calibrate(out: Path, precision: str, device: torch.device, ranks_per_node: i
     world = dist.get_world_size()
     dtype = dtype_of(precision)
     own = measure(device, dtype, ranks_per_node)
-    found: list[Measured | None] = [None] * world
-    dist.all_gather_object(found, own)
+    ranks = [Measured(**of) for of in gather_plain(vars(own))]
     if dist.get_rank():
         return
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     dtype_name, nodes = str(dtype).removeprefix("torch."), -(-world // ranks_per_node)
     what = f"{world} rank(s) on {nodes} node(s), {kind}, {dtype_name}, {backend_name()}."
-    ranks = [one for one in found if one is not None]
     format_ = precision_of(precision)
     write_text(out, cluster_file(out.stem, device.type, format_, ranks, ranks_per_node, what))
 

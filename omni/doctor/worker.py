@@ -31,6 +31,7 @@ from omni.planning.layouts import resolve_layout
 from omni.training.worker import exit_with
 from ops.device import backend_name, select_device
 from parallel.groups import make_groups
+from parallel.plain import gather_plain
 from parallel.waiting import StallError
 from parallel.warmup import memory_in_use, warm_up
 
@@ -109,7 +110,7 @@ def examine(config: Path, timeout_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "host": platform.node(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "backend": backend_name(),
         "sums_right": check_sums(device),
         "links": link_times(world, device),
@@ -124,8 +125,7 @@ def main(job_path: Path) -> None:
     """Examine as this process's rank; all ranks of the world run this."""
     job = json.loads(job_path.read_text())
     own = examine(Path(job["config"]), job["timeout_s"])
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = gather_plain(own)
     if dist.get_rank() == 0:
         write_json(Path(job["out"]), found)
     dist.barrier()

@@ -9,7 +9,7 @@ among them, each reads its own, and hands on what others need of them. What goes
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from omni.open_models.reads import Extent, Read, is_whole, numbers_of, reads_of_
 from omni.open_models.rules import Box, Rule, boxes
 from omni.rank.optimizer import ComponentOptimizer
 from omni.rank.state import owned
+from parallel.plain import gather_plain
 from parallel.waiting import waiting
 
 DTYPES = {
@@ -165,12 +166,12 @@ class FolderReader:
             StallError: naming the ranks of the node, if one of them does not hand on in time what it read.
         """
         own = list(needs_of(wanted).items())
-        every: list[Any] = [own]
+        every = [own]
         if self.size > 1:
             assert self.group is not None
-            every = [None] * self.size
             with waiting("what its node needs of published weights", self.group):
-                dist.all_gather_object(every, own, group=self.group)
+                told = gather_plain([(astuple(need), astuple(serves)) for need, serves in own], self.group)
+            every = [[(Extent(*need), Extent(*serves)) for need, serves in of] for of in told]
         needs = [[need for need, _ in of] for of in every]
         reads = reads_of_node(every)
         arrivals = _Arrivals(wanted)

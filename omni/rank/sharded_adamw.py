@@ -8,10 +8,10 @@ from copy import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from omni.config import ConfigError
 from omni.optim_config import OptimConfig
+from parallel import plain
 from parallel.buckets import least_bucket
 from parallel.megatron import (
     DistributedDataParallel,
@@ -30,7 +30,7 @@ def attend_optimizer_setup(optimizers: int) -> None:
     ranks of a stage hold and once for experts, whatever groups it is given.
     """
     for _ in range(2 * optimizers):
-        dist.all_gather_object([None] * dist.get_world_size(), [])
+        plain.gather_plain([])
 
 
 def sharded_adamw(
@@ -110,23 +110,22 @@ def _adamw(
 ) -> list[Any]:
     """Return megatron's optimizers of the modules, which divide their state over the replicas."""
     bf16 = any(parameter.dtype is torch.bfloat16 for module in modules for parameter in module.parameters())
-    chained = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            adam_eps=config.eps,
-            clip_grad=0.0,
-            bf16=bf16,
-            params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=True,
-        ),
-        modules,
-        use_gloo_process_groups=False,
-        pg_collection=groups,
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        clip_grad=0.0,
+        bf16=bf16,
+        params_dtype=torch.bfloat16 if bf16 else torch.float32,
+        use_distributed_optimizer=True,
     )
+    with plain.nothing_unpickled():  # of the settings of parameter groups that it gathers
+        chained = get_megatron_optimizer(
+            settings, modules, use_gloo_process_groups=False, pg_collection=groups
+        )
     optimizers: list[Any] = [o for o in chained.chained_optimizers if not o.is_stub_optimizer]
     for optimizer in optimizers:
         inner = type(optimizer.optimizer)

@@ -26,7 +26,6 @@ if __name__ == "__main__":
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from dataloader.decode import decode_image
 from dataloader.loader import TextArrays
@@ -39,6 +38,7 @@ from omni.planning.run_spec import RunSpec
 from omni.training.forward import ForwardPasses, grouped, of_domain
 from omni.training.parity import Difference, first_loss
 from omni.training.trainer import Trainer
+from parallel.plain import collect_plain
 from pipeline.plan import StepPlan
 
 TOLERANCE = 1e-5
@@ -98,7 +98,7 @@ def _scored(trainer: Trainer, metas: Sequence[SampleMeta]) -> list[Scored] | Non
         for number, (_, own, _) in enumerate(texts)
     ]
     passes, at_once = ForwardPasses(spec, rank, trainer.readers), 4 * spec.config.data.pass_tokens
-    pieces: list[tuple[int, int, int, npt.NDArray[np.float32]]] = []  # sample, row of labels, first, losses
+    pieces: list[tuple[int, int, int, torch.Tensor]] = []  # sample, row of labels, first, losses
     for numbers in grouped(metas, at_once * spec.layout.dp):
         group = [metas[n] for n in numbers]
         plan = spec.planner.evaluation(1, group, spec.arrangement.num_domains, rank.domain)
@@ -110,16 +110,15 @@ def _scored(trainer: Trainer, metas: Sequence[SampleMeta]) -> list[Scored] | Non
                 for i, n in enumerate(own)
             }
             pieces += [
-                (own[sample], row, first, losses)
+                (own[sample], row, first, torch.tensor(losses))
                 for sample, first, losses in _losses(passes, plan, [metas[n] for n in own], arrays)
             ]
-    gathered: list[Any] | None = [None] * spec.arrangement.world if rank.is_first else None
-    dist.gather_object(pieces, gathered, group=rank.groups.world, group_dst=0)
+    gathered = collect_plain(pieces, rank.groups.world)
     if gathered is None:
         return None
     full = [np.full(of.shape, np.nan, np.float32) for of in labels]
     for number, row, first, losses in (piece for of_rank in gathered for piece in of_rank):
-        full[number][row, first : first + len(losses)] = losses
+        full[number][row, first : first + len(losses)] = losses.numpy()
     pictures = [_pictures(trainer, meta) for meta in metas]
     return [Scored(*text, *more) for text, more in zip(texts, zip(full, pictures, strict=True), strict=True)]
 

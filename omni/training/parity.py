@@ -23,8 +23,8 @@ from infra.lineage import end_with_parent
 if __name__ == "__main__":
     end_with_parent()  # before the imports that take seconds
 
+import numpy as np
 import torch
-import torch.distributed as dist
 
 from dataloader.format import DataError
 from infra.run_folder import RunFolder
@@ -34,6 +34,7 @@ from omni.planning.run_spec import RunSpec
 from omni.rank.state import Owned, owned
 from omni.training.figures import StepRun
 from omni.training.trainer import Trainer
+from parallel.plain import collect_plain
 
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4
@@ -129,8 +130,10 @@ def collect(
         for own in owned(optimizer, trainer.rank.names[component]):
             tensor = value(own)
             if tensor is not None:
-                flat = tensor.detach().float().cpu().reshape(-1).numpy()
-                pieces.append((component, own.name, own.copy, own.region.shape, own.places(), flat))
+                # Cloned: of a view all would be sent.
+                flat = tensor.detach().float().cpu().reshape(-1).clone()
+                places = torch.from_numpy(np.stack(own.places()))
+                pieces.append((component, own.name, own.copy, tuple(own.region.shape), places, flat))
     gathered = _gather(trainer, pieces)
     return None if gathered is None else _assemble(gathered)
 
@@ -139,15 +142,13 @@ def collect_buffers(trainer: Trainer) -> dict[str, torch.Tensor] | None:
     """Return on rank 0 the state beside the weights, from the ranks that save it."""
     stage = trainer.rank.stage
     own = stage.buffers().items() if stage else ()
-    gathered = _gather(trainer, [(f"{LLM}/{name}", buffer.cpu().numpy()) for name, buffer in own])
-    return None if gathered is None else {name: torch.from_numpy(array) for name, array in gathered}
+    gathered = _gather(trainer, [(f"{LLM}/{name}", buffer.cpu().clone()) for name, buffer in own])
+    return None if gathered is None else dict(gathered)
 
 
 def _gather(trainer: Trainer, own: list[Any]) -> list[Any] | None:
     """Return the lists of all ranks, one after the other, on rank 0."""
-    world = trainer.spec.arrangement.world
-    gathered: list[Any] | None = [None] * world if trainer.rank.is_first else None
-    dist.gather_object(own, gathered, group=trainer.rank.groups.world, group_dst=0)
+    gathered = collect_plain(own, trainer.rank.groups.world)
     return None if gathered is None else [piece for of_rank in gathered for piece in of_rank]
 
 
@@ -160,8 +161,8 @@ def _assemble(pieces: list[Any]) -> dict[str, torch.Tensor]:
         known = sorted(copies[component, name])
         key = f"{component}/{name}" + (f"@{known.index(copy)}" if len(known) > 1 else "")
         tensor = full.setdefault(key, torch.full((math.prod(shape),), math.nan))
-        for here, there, length in zip(*places, strict=True):
-            tensor[there : there + length] = torch.from_numpy(flat[here : here + length])
+        for here, there, length in places.T.tolist():
+            tensor[there : there + length] = flat[here : here + length]
     return full
 
 
