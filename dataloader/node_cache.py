@@ -72,7 +72,7 @@ class NodeCache:
         """Make the folder before its first use; where that fails, it is not asked again."""
         if self._most_bytes and not self._made:
             try:
-                _make_own(self.folder)
+                make_own(self.folder)
                 self._made = True
             except OSError as error:
                 self.tell(error)
@@ -165,7 +165,7 @@ def cache_folder(given: str | None) -> Path:
     return Path(given or Path(tempfile.gettempdir()) / f"omni-cache-{os.getuid()}")
 
 
-def _make_own(folder: Path) -> None:
+def make_own(folder: Path) -> None:
     """Make a folder that nobody else can write to. Raises OSError if it is somebody else's."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = folder.lstat()

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from dataloader.node_cache import make_own
 from omni.config import ConfigError
 
 _SOURCE = Path(__file__).with_name("noop_cuda.cpp")
@@ -52,8 +53,14 @@ def built() -> Path:
             "--device cuda"
         )
     library = kept(torch)
+    try:
+        make_own(library.parent)
+    except OSError as error:
+        raise ConfigError(
+            f"--device cuda: {error}. A library is loaded from there: make it yours alone (chmod 700), or "
+            f"name another folder in XDG_CACHE_HOME"
+        ) from error
     if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
         _compile(torch, library)
     return library
 

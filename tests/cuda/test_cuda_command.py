@@ -12,6 +12,7 @@ from fake_gpu import FakeGPU
 from small import overrides, write_mixed
 
 from omni.__main__ import main
+from omni.config import ConfigError
 from omni.rehearsal import noop_guard
 
 COMMAND = ("rehearse", "--dry", "--device", "cuda", "--json", "--rank", "1")
@@ -76,6 +77,18 @@ def test_without_a_compiler_the_command_says_what_to_install(line: list[str], tm
     assert done.returncode == 2
     assert "no C++ compiler 'no-such-compiler'" in done.stderr
     assert "install g++" in done.stderr
+
+
+def test_a_guard_is_not_loaded_from_where_others_may_put_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    planted = noop_guard.kept(Path(torch.__file__).parent)
+    planted.parent.mkdir()
+    planted.write_bytes(b"of a stranger")
+    planted.parent.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"others may write to it.*XDG_CACHE_HOME"):
+        noop_guard.built()
 
 
 def test_each_environment_has_a_guard_with_its_own_torch(gpu: FakeGPU) -> None:
