@@ -117,9 +117,6 @@ class DomainPlanner:
         """The most tokens of a pack of several samples."""
         return max(1, self.microbatch_tokens // self.pack_divisor)
 
-    def _tokens_cost(self, part: str, tokens: int) -> int:
-        return self.table.parts[part].marginal_ns(tokens, tokens * tokens)
-
     @cached_property
     def _slots(self) -> dict[str, tuple[Slot, ...]]:
         return {name: self.arrangement.slots(name) for name in self.encoders.values()}
@@ -169,9 +166,9 @@ class DomainPlanner:
             return
 
         @cache
-        def chunked(quanta: int, at_once: bool) -> DomainPlan:
+        def chunked(quanta: int, coarse: bool) -> DomainPlan:
             """With chunks for a schedule; where these stay where they are, with routes."""
-            made = self._with_chunks(domain, waves, quanta, at_once)
+            made = self._with_chunks(domain, waves, quanta, coarse)
             return made if quanta else self._with_routes(made, ranks)
 
         yield from self._candidates(chunked, len(microbatches), ranks, frozenset(frozen), fits)
@@ -189,7 +186,7 @@ class DomainPlanner:
         candidates = candidates_of(self.schedule, parts, pp, guarded=self.guarded)
         scheduled = partial(self._scheduled, chunked, microbatches, ranks, frozen)
         planned = [scheduled(policy) for policy in candidates]
-        apart = [policy for policy, plan in zip(candidates, planned, strict=True) if _is_at_once(plan)]
+        apart = [each for each, plan in zip(candidates, planned, strict=True) if _is_at_once(each, plan)]
         if len(planned) == 1 and not (self.guarded and (self.schedule.lean or apart)):
             yield self._with_one_queue(planned[0])
             return
@@ -237,12 +234,13 @@ class DomainPlanner:
     ) -> DomainPlan:
         """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule, ops for a queue for
         each communicator. Encoders shall hold at most `encoder_bytes`, if given, besides what is configured:
-        a single microbatch may need more. Items of all microbatches are shared `at_once` where the schedule
-        allows that and nothing bounds what encoders hold.
+        a single microbatch may need more. Chunks are coarse where the schedule allows that and nothing bounds
+        what encoders hold; if not `at_once`, each of a single wave.
         """
         most = min((of for of in (encoder_bytes, self.encoder_bytes) if of is not None), default=None)
         quanta = policy.quanta_for(microbatches, bounded=most is not None)
-        domain = chunked(quanta, at_once and policy.at_once and most is None)
+        coarse = policy.at_once or (quanta > 0 and not policy.uniform)
+        domain = chunked(quanta, at_once and coarse and most is None)
         domain = replace(domain, bounds=self._bounds(domain, policy, most), schedule=policy.name)
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
@@ -253,15 +251,16 @@ class DomainPlanner:
         return self._with_ops(domain, without_frozen(order, domain, frozen))
 
     def _with_chunks(
-        self, domain: DomainPlan, waves: Sequence[int], quanta: int = 0, at_once: bool = False
+        self, domain: DomainPlan, waves: Sequence[int], quanta: int = 0, coarse: bool = False
     ) -> DomainPlan:
         """Make chunks of a domain's items, each encoded with the microbatch that `waves` tell: so many quanta
-        for each slot, if any, or those of a schedule that encodes all items `at_once`.
+        for each slot, if any, else one for each wave. They are `coarse` where starting them takes long: fewer
+        quanta, or those of a schedule that encodes all items at once.
         """
-        chunking = partial(make_quanta, count=quanta) if quanta else self.chunking
-        if at_once and chunking is make_chunks:
+        chunking = partial(make_quanta, count=quanta, coarse=coarse) if quanta else self.chunking
+        if coarse and chunking is make_chunks:
             chunking = partial(make_chunks, at_once=True)
-        chunks = chunking(domain.items, self._slots, self.sharing, self._tokens_cost, waves)
+        chunks = chunking(domain.items, self._slots, self.sharing, self.table.parts, waves)
         return replace(domain, chunks=chunks)
 
     def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:
@@ -398,6 +397,6 @@ class DomainPlanner:
         return items
 
 
-def _is_at_once(domain: DomainPlan) -> bool:
-    """Whether items of several microbatches are shared at once."""
-    return any(chunk.layout.num_members > 1 and len(chunk.microbatches) > 1 for chunk in domain.chunks)
+def _is_at_once(policy: SchedulePolicy, domain: DomainPlan) -> bool:
+    """Whether a schedule has items of several microbatches encoded together."""
+    return policy.at_once and any(len(chunk.microbatches) > 1 for chunk in domain.chunks)

@@ -6,10 +6,12 @@ several microbatches at once, since nobody waits for anybody. Pure, like all pla
 """
 
 from bisect import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isqrt
 
+from parallel.costs import WorkCost
 from parallel.least_loaded import longest_first
 from parallel.policies import Pool, SharingPolicy
 from parallel.policies.sharing import NONE
@@ -21,13 +23,14 @@ from pipeline.policies import Slot, spread
 from pipeline.routes import outputs_of
 
 EVEN = 1.01  # of even work, that items take at most, whole or shared at once, for nothing else to be tried
+WORTH = 64  # times what starting a chunk takes, that items of several microbatches take at most together
 
 Chunking = Callable[
     [
         Sequence[PlannedItem],
         Mapping[str, Sequence[Slot]],
         Mapping[str, "Sharing"],
-        Callable[[str, int], int],
+        Mapping[str, WorkCost],
         Sequence[int],
     ],
     tuple[Chunk, ...],
@@ -100,7 +103,7 @@ def make_chunks(
     items: Sequence[PlannedItem],
     slots: Mapping[str, Sequence[Slot]],
     sharing: Mapping[str, Sharing],
-    cost_ns: Callable[[str, int], int],
+    costs: Mapping[str, WorkCost],
     waves: Sequence[int],
     at_once: bool = False,
 ) -> tuple[Chunk, ...]:
@@ -108,8 +111,9 @@ def make_chunks(
 
     `waves` tell the microbatch with which each item is encoded, that of its sample or one before it. Items of
     one wave on one slot are a chunk; if any item of a wave is shared, all its items of that component are one
-    chunk of all slots. `cost_ns` gives the cost of an item by component and tokens. Where the schedule
-    encodes all items `at_once`, those of all waves of a component may be one chunk, if that takes less time.
+    chunk of all slots. `costs` are those of each component. Where the schedule encodes all items `at_once`,
+    the shared ones of all waves of a component may be one chunk, if that takes less time, and whole ones of
+    consecutive waves on one slot are one chunk, as long as starting it takes more than 1 / `WORTH` of it.
     """
     chunks = [
         chunk
@@ -126,11 +130,11 @@ def make_chunks(
             stretches[bisect(barriers, (waves[number], item.component))].append(number)
     members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
     for whole in stretches:
-        costs = [cost_ns(items[i].component, items[i].tokens) for i in whole]
-        for number, slot in zip(
-            whole, spread(costs, [slots[items[i].component] for i in whole]), strict=True
-        ):
-            members[waves[number], items[number].component, slot].append(number)
+        work = [_marginal_ns(costs, items[i]) for i in whole]
+        starts = _starts(whole, work, items, waves, costs, slots) if at_once else {}
+        for number, slot in zip(whole, spread(work, [slots[items[i].component] for i in whole]), strict=True):
+            name = items[number].component
+            members[starts.get((name, waves[number]), waves[number]), name, slot].append(number)
     for (_, name, slot), numbers in members.items():
         layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
         chunks.append(_chunk(items, numbers, slot, layout, sharing[name]))
@@ -141,15 +145,20 @@ def make_quanta(
     items: Sequence[PlannedItem],
     slots: Mapping[str, Sequence[Slot]],
     sharing: Mapping[str, Sharing],
-    cost_ns: Callable[[str, int], int],
+    costs: Mapping[str, WorkCost],
     waves: Sequence[int],
     count: int,
+    coarse: bool = False,
 ) -> tuple[Chunk, ...]:
     """Share the items of a domain as `make_chunks` does, but leave open who takes those that stay whole.
 
     They come in the order of their `waves` to quanta of about equal cost, `count` for each slot of their
     encoder: a quantum holds whole items, of several microbatches if need be, or a single one that costs more.
     Each stands on its encoder's first slot, until a schedule places it.
+
+    Where they are to be `coarse`, there are as few as starting them is worth: of w work on a slot in q
+    quanta, each of which takes s to start, starting takes q s, and gaps as long as a quantum's work stay
+    empty, w / q. Both together are least at the square root of w / s.
     """
     chunks: list[Chunk] = []
     for name in sorted(slots):
@@ -158,12 +167,52 @@ def make_quanta(
         shared = {number for chunk in together for number in chunk.items}
         whole = [n for n, item in enumerate(items) if item.component == name and n not in shared]
         whole.sort(key=waves.__getitem__)
-        costs = [cost_ns(name, items[n].tokens) for n in whole]
+        work = [_marginal_ns(costs, items[n]) for n in whole]
         chunks += together
-        for numbers in _cut_evenly(whole, costs, count * len(slots[name])):
+        each = count
+        if coarse:
+            each = min(count, max(1, isqrt(sum(work) // (len(slots[name]) * _starting_ns(costs[name])))))
+        for numbers in _cut_evenly(whole, work, each * len(slots[name])):
             layout = SequenceLayout.whole([items[n].tokens for n in numbers], [0] * len(numbers), 1)
             chunks.append(_chunk(items, numbers, slots[name][0], layout, own))
     return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.items)))
+
+
+def _marginal_ns(costs: Mapping[str, WorkCost], item: PlannedItem) -> int:
+    """What an item adds to a pass through its encoder."""
+    return costs[item.component].marginal_ns(item.tokens, item.tokens * item.tokens)
+
+
+def _starting_ns(cost: WorkCost) -> int:
+    """What a pass through an encoder takes without any token, at least 1 ns."""
+    return max(1, cost.forward_ns(0, 0))
+
+
+def _starts(
+    numbers: Sequence[int],
+    work: Sequence[int],
+    items: Sequence[PlannedItem],
+    waves: Sequence[int],
+    costs: Mapping[str, WorkCost],
+    slots: Mapping[str, Sequence[Slot]],
+) -> dict[tuple[str, int], int]:
+    """By component and wave, the first of the consecutive waves whose items, with `numbers`, of so much
+    `work`, are encoded together: as few as starting their chunks is worth. A wave that is worth it by itself
+    stays apart, since rows of others would only wait for it.
+    """
+    of_wave: dict[str, Counter[int]] = defaultdict(Counter)
+    for number, ns in zip(numbers, work, strict=True):
+        of_wave[items[number].component][waves[number]] += ns
+    starts = {}
+    for name, of in of_wave.items():
+        least = WORTH * _starting_ns(costs[name]) * len(slots[name])
+        first, taken, left = -1, 0, of.total()
+        for wave in sorted(of):
+            if first < 0 or (taken >= least and left >= least):
+                first, taken = wave, 0
+            starts[name, wave] = first
+            taken, left = taken + of[wave], left - of[wave]
+    return starts
 
 
 def _cut_evenly(numbers: Sequence[int], costs: Sequence[int], count: int) -> Iterator[list[int]]:

@@ -63,12 +63,13 @@ class SchedulePolicy(Policy):
 
     A schedule with `quanta` says where chunks run: a chunk of one slot goes where the order encodes it. Items
     that stay whole come to it as about so many chunks for each slot and microbatch, or in long steps as
-    `quanta_for` says, of about equal cost, and routes are planned after it. Of a policy with `candidates`
-    nothing else counts: the planner plans with each of them and keeps what takes the least simulated time.
-    One that encodes all items `at_once`, before any pass of the LLM, has those of all microbatches shared
-    together where that takes less time. One that is `deep` holds about twice the activations of 1F1B, and is
-    tried only if what fits is known. Where no candidate fits, those that are `lean` are tried in turn; of
-    these, schedules that place chunks under bounds on what encoders hold.
+    `quanta_for` says, of about equal cost, and routes are planned after it. They are fewer where starting
+    them takes more than they fill of a pipeline's gaps, unless the schedule is `uniform`. Of a policy with
+    `candidates` nothing else counts: the planner plans with each of them and keeps what takes the least
+    simulated time. One that encodes all items `at_once`, before any pass of the LLM, has those of several
+    microbatches encoded together where that takes less time. One that is `deep` holds about twice the
+    activations of 1F1B, and is tried only if what fits is known. Where no candidate fits, those that are
+    `lean` are tried in turn; of these, schedules that place chunks under bounds on what encoders hold.
     """
 
     group: ClassVar[str] = "omni.schedule"
@@ -76,6 +77,7 @@ class SchedulePolicy(Policy):
     in_flight: Callable[[DomainPlan, int], int] = lambda domain, part: domain.num_parts - part
     parts: int | None = 1
     quanta: int = 0
+    uniform: bool = False
     at_once: bool = False
     deep: bool = False
     candidates: tuple["SchedulePolicy", ...] = ()

@@ -98,4 +98,4 @@ def _dealt(
     return tuple(chunks)
 
 
-JOINT_UNIFORM = SchedulePolicy("joint_uniform", build_joint_uniform, quanta=1)
+JOINT_UNIFORM = SchedulePolicy("joint_uniform", build_joint_uniform, quanta=1, uniform=True)

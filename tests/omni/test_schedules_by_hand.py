@@ -119,10 +119,10 @@ def prepare(case: Case, config: Config) -> RunSpec:
     return replace(spec, planner=replace(spec.planner, domain=domain))
 
 
-def merged_chunks(items: Any, slots: Any, sharing: Any, cost_ns: Any, waves: Any) -> tuple[Chunk, ...]:
+def merged_chunks(items: Any, slots: Any, sharing: Any, costs: Any, waves: Any) -> tuple[Chunk, ...]:
     """Two by two, the image chunks that follow each other on a slot; others as they are."""
     of_slot: dict[Any, list[Chunk]] = defaultdict(list)
-    for chunk in make_chunks(items, slots, sharing, cost_ns, waves):
+    for chunk in make_chunks(items, slots, sharing, costs, waves):
         of_slot[chunk.component, chunk.ranks, chunk.layout.num_members].append(chunk)
     merged = []
     for chunks in of_slot.values():

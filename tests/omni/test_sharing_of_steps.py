@@ -1,5 +1,6 @@
 """Which microbatches of a step share their items: sharing must pay for the barrier that it is."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from random import Random
 
@@ -16,9 +17,9 @@ from omni.compose import compose_config
 from omni.planning.planner import Planner
 from omni.planning.pools import without_effect
 from omni.planning.prepare import prepare_run
-from omni.planning.sharing import Sharing, make_chunks, worth_sharing
+from omni.planning.sharing import Sharing, make_chunks, make_quanta, worth_sharing
 from parallel.cluster import Link, Links
-from parallel.costs import CostTable
+from parallel.costs import CostTable, WorkCost
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED
 from parallel.policies import SharingPolicy, make_pool
@@ -40,7 +41,9 @@ def sharing_by(policy: str) -> Sharing:
     return Sharing(chosen, make_pool(COST, RANKS, UNIT), RANKS, whole=not chosen.cuts)
 
 
-def planned(policy: str, batches: list[list[int]], at_once: bool = False) -> tuple[Chunk, ...]:
+def planned(
+    policy: str, batches: list[list[int]], at_once: bool = False, costs: Mapping[str, WorkCost] = TABLE.parts
+) -> tuple[Chunk, ...]:
     """The chunks of a step whose microbatches have items of so many tokens."""
     items = [
         PlannedItem("eye", 0, 0, number, tokens, tokens // UNIT, 0)
@@ -51,7 +54,7 @@ def planned(policy: str, batches: list[list[int]], at_once: bool = False) -> tup
         items,
         SLOTS,
         {"eye": sharing_by(policy)},
-        lambda name, n: TABLE.parts[name].marginal_ns(n, n * n),
+        costs,
         [item.microbatch for item in items],
         at_once,
     )
@@ -108,6 +111,65 @@ def test_items_of_all_microbatches_at_once_take_no_longer(policy):
     assert planned(policy, even, at_once=True) == planned(policy, even), "which balance whole"
 
 
+def dear(starting_ns: int) -> dict[str, WorkCost]:
+    """Costs of passes that take so much to start."""
+    return {"eye": work_cost(10**9, 10**6, starting_ns, exchanges=4)}
+
+
+@pytest.mark.parametrize(
+    ("starting_us", "waves"), [(0, 1), (1, 1), (625, 1), (1_250, 2), (2_500, 4), (7_000, 12), (100_000, 12)]
+)
+def test_whole_items_are_encoded_in_as_few_chunks_as_starting_them_is_worth(starting_us, waves):
+    """Items of 20 ms, two a slot and wave: 64 times a start of 0.625 ms are those of a wave."""
+    batches, costs = [[4000] * 16] * 12, dear(1_000 * starting_us)
+    apart = planned("none", batches, costs=costs)
+    chunks = planned("none", batches, at_once=True, costs=costs)
+    of_slot = {ranks: [c.microbatches for c in chunks if c.ranks == ranks] for ranks in SLOTS["eye"]}
+    runs = [tuple(range(first, first + waves)) for first in range(0, 12, waves)]
+    assert list(of_slot.values()) == [runs] * RANKS
+    assert [c.microbatches for c in apart] == [(m,) for m in range(12) for _ in range(RANKS)]
+    assert {i: c.ranks for c in chunks for i in c.items} == {i: c.ranks for c in apart for i in c.items}
+
+
+def test_waves_that_are_worth_a_chunk_stay_apart_and_small_ones_join_them():
+    """A large wave takes a slot 40 ms, a small one 1.1 ms, of which starting a chunk is worth 16 ms."""
+    large, small = [4000] * 16, [400] * 16
+    batches = [small, small, large, large, small, large, small]
+    chunks = planned("none", batches, at_once=True, costs=dear(250_000))
+    assert {chunk.microbatches for chunk in chunks} == {(0, 1, 2), (3,), (4, 5, 6)}
+
+
+def test_starting_chunks_takes_little_of_a_step():
+    costs, numbers = dear(500_000), set[int]()
+    for seed in range(6):
+        batches = heavy_tailed(16, 12, seed, 1.0)
+        chunks = planned("none", batches, at_once=True, costs=costs)
+        work = sum(costs["eye"].marginal_ns(n, n * n) for of in batches for n in of)
+        assert sorted(i for chunk in chunks for i in chunk.items) == list(range(16 * 12))
+        assert len(chunks) * 500_000 <= max(work / 64, RANKS * 500_000)
+        numbers.add(len(chunks))
+    assert max(numbers) > 2 * RANKS
+
+
+@pytest.mark.parametrize(
+    ("starting_us", "each"), [(0, 24), (100, 24), (1_250, 19), (7_500, 8), (30_000, 4), (480_000, 1)]
+)
+def test_quanta_are_as_few_as_starting_them_is_worth(starting_us, each):
+    """480 ms of work on each of eight slots: 64 quanta, each of which takes 7.5 ms to start, would be 8."""
+    costs = dear(1_000 * starting_us)
+    items = [PlannedItem("eye", 0, 0, number // 16, 4000, 1000, 0) for number in range(12 * 16)]
+    rest = (SLOTS, {"eye": sharing_by("none")}, costs, [item.microbatch for item in items], 24)
+    assert len(make_quanta(items, *rest)) == 24 * RANKS
+    chunks = make_quanta(items, *rest, coarse=True)
+    assert len(chunks) == each * RANKS
+    assert [i for chunk in chunks for i in chunk.items] == list(range(12 * 16))
+
+    def wasted(count: int) -> float:
+        return count * starting_us * 1_000 + 480e6 / count
+
+    assert wasted(each) <= 1.02 * min(map(wasted, range(1, 25)))
+
+
 def heavy_step(schedule: str, **of_domain: object) -> Planner:
     """A step of two stages and two replicas that share items of very different sizes in four microbatches."""
 
@@ -122,10 +184,20 @@ def heavy_step(schedule: str, **of_domain: object) -> Planner:
     )
 
 
-def waves_of(made: Planner) -> set[int]:
-    """Of how many microbatches chunks have items that ranks share."""
+def even_step(schedule: str, **of_domain: object) -> Planner:
+    """Two stages encode 48 equal items of eight microbatches, which take 1,080 ns each."""
+
+    def meta(source: str, sample: int) -> SampleMeta:
+        return SampleMeta(sample, source, 20, (ItemMeta("image", 40, 1, 0, ()),) * 6, 0)
+
+    policies, budget = policies_of(LPT, own(SchedulePolicy)[schedule]), Budget(40, None, 8, "error")
+    return planner(pp=2, metas=meta, budget=budget, policies=policies, **of_domain)
+
+
+def waves_of(made: Planner, whole: bool = False) -> set[int]:
+    """Of how many microbatches chunks have items that ranks share, or that stay whole."""
     chunks = made.next_step(1, 0, 0).domain.chunks
-    return {len(chunk.microbatches) for chunk in chunks if chunk.layout.num_members > 1}
+    return {len(chunk.microbatches) for chunk in chunks if (chunk.layout.num_members == 1) == whole}
 
 
 def test_schedules_that_encode_all_items_first_share_those_of_all_microbatches_at_once():
@@ -134,15 +206,32 @@ def test_schedules_that_encode_all_items_first_share_those_of_all_microbatches_a
     assert waves_of(heavy_step("encode_first", encoder_bytes=1)) == {1}, "a bound takes small chunks"
 
 
+def test_schedules_that_encode_all_items_first_encode_whole_ones_of_several_microbatches_together():
+    for name, count in (("encode_first", 8), ("zero_bubble_h1", 8), ("one_f_one_b", 1)):
+        assert waves_of(even_step(name), whole=True) == {count}
+    assert waves_of(even_step("encode_first", encoder_bytes=1), whole=True) == {1}
+
+
+def test_quanta_are_fewer_but_where_they_are_bounded_or_uniform():
+    """Starting one takes 10 ns: 10 each are worth it, of 16."""
+
+    def quanta(schedule: str, **of_domain: object) -> int:
+        return len(even_step(schedule, **of_domain).next_step(1, 0, 0).domain.chunks)
+
+    assert quanta("joint") == quanta("joint_zero_bubble_h1") == 20
+    assert quanta("joint", encoder_bytes=1) == 32
+    assert quanta("joint_uniform") == 16
+
+
 @pytest.mark.parametrize("schedule", ["encode_first", "auto"])
-def test_microbatches_are_shared_one_by_one_where_devices_do_not_hold_them_at_once(schedule):
+def test_microbatches_are_encoded_one_by_one_where_devices_do_not_hold_them_at_once(schedule):
     def fits(plan: StepPlan) -> bool:
         return plan.domain.schedule == "encode_first" and all(
             len(chunk.microbatches) == 1 for chunk in plan.domain.chunks
         )
 
-    made = heavy_step(schedule)
-    assert waves_of(replace(made, fits=fits)) == {1}
+    assert waves_of(replace(heavy_step(schedule), fits=fits)) == {1}
+    assert waves_of(replace(even_step(schedule), fits=fits), whole=True) == {1}
     assert waves_of(replace(heavy_step("encode_first", guarded=False), fits=fits)) == {4}
 
 
