@@ -18,7 +18,7 @@ from omni.keys import ConfigError as ConfigError
 from omni.keys import Rule, Rules, at_least, one_of
 from omni.llm_config import LLMConfig
 from omni.optim_config import ComponentOptimConfig, OptimConfig
-from ops.names import LOWER, PRECISIONS
+from ops.names import LOWER, PRECISIONS, REDUCED
 from parallel.cluster import QUEUES
 
 MOST_SEEDS = 2**63
@@ -212,16 +212,18 @@ class TrainConfig:
     """Length, seeds, precision and cadence: what is done every so many steps and after the last one, 0 for
     never. A checkpoint is saved after the last step in any case, with 0 there alone; more than 8 ranks refuse
     0 and take `checkpoint_every: ${train.steps}` for that. `precision: auto` is bf16 on a GPU and fp32 on the
-    CPU; fp8, mxfp8 and nvfp4 are for plans alone. Checkpoints lie in `checkpoint_dir`, an absolute path or a
-    URL of a file system that fsspec knows, null for the run folder; kept are the newest `keep_checkpoints`
-    and those of steps that `keep_every` divides (0: none). Free generation at the end leaves off after
-    `generate_s` seconds. With `deterministic` torch takes algorithms alone that give the
-    same bits each time, which are slower, and fails where it has none.
+    CPU; fp8, mxfp8 and nvfp4 are for plans alone. Gradients add up in fp32 and travel to the other replicas
+    as `mixed_precision_reduce` says: in bf16 each is rounded once on its way. Checkpoints lie in
+    `checkpoint_dir`, an absolute path or a URL of a file system that fsspec knows, null for the run folder;
+    kept are the newest `keep_checkpoints` and those of steps that `keep_every` divides (0: none). Free
+    generation at the end leaves off after `generate_s` seconds. With `deterministic` torch takes algorithms
+    alone that give the same bits each time, which are slower, and fails where it has none.
     """
 
     steps: int = at_least(1)
     seed: int = 0
     precision: str = one_of((*PRECISIONS, *LOWER), "auto")
+    mixed_precision_reduce: str = one_of(REDUCED, "fp32")
     eval_every: int = at_least(0, 0)
     generate_s: float = at_least(0, 300.0)
     checkpoint_every: int = at_least(0, 0)

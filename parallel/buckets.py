@@ -1,7 +1,8 @@
 """How gradients and weights of a component are laid out and reduced, once a step.
 
 megatron-core's distributed optimizer keeps gradients in buckets, divided over the replicas: each bucket is
-reduce-scattered, each rank updates its share, and weights are gathered, bucket by bucket.
+reduce-scattered, or exchanged and summed where it arrives (`rounded.py`), each rank updates its share, and
+weights are gathered, bucket by bucket.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from itertools import chain
 from math import lcm
 
-from parallel.work import FP32, Collective, Weight, all_gather, all_reduce, merged, reduce_scatter
+from parallel.work import FP32, Collective, Weight, all_gather, all_reduce, exchange, merged, reduce_scatter
 
 LEAST = 40_000_000  # elements
 REPLICAS, EXPERT_REPLICAS, PARTITION_REPLICAS, ENDS = "dp_cp", "expt_dp", "domains", "embd"
@@ -96,10 +97,13 @@ def by_replicas(weights: Sequence[Weight]) -> dict[str, list[Weight]]:
     return {axis: own for axis, own in by_axis.items() if own}
 
 
-def reduction(weights: Sequence[Weight], ranks: Mapping[str, int], element: int) -> tuple[Collective, ...]:
+def reduction(
+    weights: Sequence[Weight], ranks: Mapping[str, int], element: int, sent: int = FP32
+) -> tuple[Collective, ...]:
     """Return the collectives that reduce a part's gradients and gather its weights of `element` bytes each.
 
-    `ranks` are the sizes of the axes, 1 where one is left out.
+    `ranks` are the sizes of the axes, 1 where one is left out. Of a gradient a number takes `sent` bytes on
+    its way to another replica: what is less than fp32 is exchanged and summed where it arrives.
     """
     weights = [weight for weight in weights if not weight.frozen]
     partial = sum(weight.elements for weight in weights if weight.partial)
@@ -107,6 +111,7 @@ def reduction(weights: Sequence[Weight], ranks: Mapping[str, int], element: int)
     ends = (all_reduce(ENDS, w.elements * FP32, ranks.get(ENDS, 1)) for w in weights if w.tied)
     axes = ((axis, ranks.get(axis, 1), own) for axis, own in laid_out(weights, ranks).items())
     laid = [(axis, n, size // n) for axis, n, own in axes for size in own.sizes]
-    reduced = (reduce_scatter(axis, share * FP32, n) for axis, n, share in laid)
+    scatter = reduce_scatter if sent == FP32 else exchange
+    reduced = (scatter(axis, share * sent, n) for axis, n, share in laid)
     gathered = (all_gather(axis, share * element, n) for axis, n, share in laid)
     return merged(chain(sums, *ends, *reduced, *gathered))

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from parallel.cluster import Cluster, Link, Links
 from parallel.laws import FS_PER_NS, Direction, Law, Laws
-from parallel.work import Collective, Grad, Load, Part, Work, even_load, part_name
+from parallel.work import FP32, Collective, Grad, Load, Part, Work, even_load, part_name
 
 # The number of tokens at which costs by token are taken: large, and divisible by usual sizes of tensor
 # parallelism and merge windows, so integer division is exact.
@@ -198,13 +198,14 @@ def table_from_work(
     axes: Mapping[str, Axes] | None = None,
     between: Link | None = None,
     components: tuple[str, ...] = (),
+    sent: int = FP32,
 ) -> CostTable:
     """Derive the first table from statements and the cluster's figures; `learning.py` corrects it.
 
     All tokens count as targets. `row_bytes` is the size of one activation of the LLM's width, `axes` are the
-    groups of each part.
+    groups of each part. Of a gradient a number takes `sent` bytes on its way to another replica.
     """
-    costs = of_each(parts, axes or {}, lambda name, own: work_cost(parts[name], cluster, own))
+    costs = of_each(parts, axes or {}, lambda name, own: work_cost(parts[name], cluster, own, sent))
     return CostTable(number, costs, cluster.links, row_bytes, components, between, cluster.issue_ns)
 
 
@@ -224,7 +225,7 @@ def of_each(
     return found
 
 
-def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
+def work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int = FP32) -> WorkCost:
     """Read the cost of a part off its statement, asked for many tokens, for a long sequence, and for none.
 
     Products, attention and memory traffic take their times one after the other. A roofline (Williams,
@@ -245,7 +246,8 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
     talks = talks_by_axis(part, axes)
     moved = tuple(of.pop("partition", Talk()).fixed_ns for of in talks)
     forward_talk, input_talk, weight_talk = (sum_talks(of.values()) for of in talks)
-    once = part.reduction(sizes)
+    once = part.reduction(sizes, sent)
+    reduced = [one.calls for one in once if one.kind in ("reduce_scatter", "all_to_all")]
     return WorkCost(
         Laws(
             forward=_law(forward, cluster, square_fs, passes=1),
@@ -259,7 +261,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes) -> WorkCost:
         weight_talk=weight_talk,
         moved=(moved[0], moved[1], moved[2]),
         reduce_ns=collectives_ns([one for one in once if one.kind != "all_gather"], axes),
-        pieces=sum(one.calls for one in once if one.kind == "reduce_scatter") if part.by_layer else 1,
+        pieces=sum(reduced) if part.by_layer else 1,
         gather_ns=collectives_ns([one for one in once if one.kind == "all_gather"], axes),
         kept_token=-(-forward[0].kept // _REFERENCE),
     )

@@ -122,7 +122,7 @@ class Collective:
     """`calls` collectives of one kind over an axis of `parallel.axes`, such as "tp", "pool" or "ep".
 
     In each call a rank sends `bytes` to others. `to` divides them over the members of the axis where `kind`
-    is "all_to_all"; elsewhere they go to the next of a ring.
+    is "all_to_all", evenly where it is empty; elsewhere they go to the next of a ring.
     """
 
     axis: str
@@ -145,6 +145,11 @@ def reduce_scatter(axis: str, shard: int, ranks: int, calls: int = 1) -> tuple[C
 def all_reduce(axis: str, size: int, ranks: int, calls: int = 1) -> tuple[Collective, ...]:
     """Sum over `ranks`, of which each gets all; nothing where a rank is alone."""
     return _rings(axis, "all_reduce", 2 * (ranks - 1) * size // ranks, ranks, calls)
+
+
+def exchange(axis: str, shard: int, ranks: int, calls: int = 1) -> tuple[Collective, ...]:
+    """Send each other one of `ranks` a shard; nothing where a rank is alone."""
+    return _rings(axis, "all_to_all", (ranks - 1) * shard, ranks, calls)
 
 
 def _rings(axis: str, kind: str, size: int, ranks: int, calls: int) -> tuple[Collective, ...]:
@@ -286,9 +291,10 @@ class Part(Block, Protocol):
         """Bytes of the tensor that all parts of a rank gather tokens in."""
         ...
 
-    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
-        """Return the collectives that a step needs once: those that reduce gradients, and all-gathers of
-        updated weights. `ranks` are the sizes of axes, 1 if left out.
+    def reduction(self, ranks: Mapping[str, int], sent: int = FP32) -> tuple[Collective, ...]:
+        """Return the collectives that a step needs once: those that reduce gradients, of which a number takes
+        `sent` bytes on its way to another replica, and all-gathers of updated weights. `ranks` are the sizes
+        of axes, 1 if left out.
         """
         ...
 

@@ -70,13 +70,14 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     per_node = config.cluster.ranks_per_node
     element = dtype_of(config.train.precision).itemsize
+    sent = dtype_of(config.train.mixed_precision_reduce).itemsize
     parts = part_work(config.model.llm, encoders, vocab_size, arrangement, element)
     print(f"{arrangement.world} ranks, {per_node} a node: {arrangement.describe()}; {arrangement.placement}")
     print(f"domains: {arrangement.num_domains}, replicas in each: {arrangement.replicas}")
     if left := open_keys(config):
         print(f"chosen when a run starts, and shown as if nothing were shared: {', '.join(left)}")
     print()
-    for line in explain(parts, policies, encoders, arrangement, per_node, arguments.rank):
+    for line in explain(parts, policies, encoders, arrangement, per_node, arguments.rank, sent):
         print(line)
     print(f"\nranks by {arguments.axis}, one line a node; . holds no part of {holder}")
     for line in picture(arrangement, mesh, axis, per_node, colour=sys.stdout.isatty()):
@@ -107,11 +108,12 @@ def explain(
     arrangement: "Arrangement",
     per_node: int,
     rank: int,
+    sent: int,
 ) -> Iterator[str]:
     """Yield a line for each group of more than one rank that `rank` is in and that carries something.
 
     `parts` are the statements of work of the LLM's parts and of the encoders: what a group carries is read
-    off their collectives.
+    off their collectives. Of a gradient a number takes `sent` bytes on its way to another replica.
     """
     mesh = arrangement.mesh
     if rank in mesh:
@@ -125,11 +127,11 @@ def explain(
     yield f"{'component':10} {'axes':12} {'ranks':36} {'node':8} carries"
     groups: list[_Group] = []
     if rank in mesh:
-        groups += _llm_groups(parts, policies["llm_sp"], arrangement, rank)
+        groups += _llm_groups(parts, policies["llm_sp"], arrangement, rank, sent)
     for name, of in arrangement.encoder_meshes.items():
         if rank in of:
             shared = policies["encoder_sp"].cuts and encoders[name].unit is not None
-            groups += _stated([parts[name]], name, arrangement, rank, shared)
+            groups += _stated([parts[name]], name, arrangement, rank, shared, sent)
     domain, world = arrangement.domain_ranks(arrangement.domain(rank)), range(arrangement.world)
     if encoders:
         groups.append(("boundary", "domain", domain, "rows from encoders to the LLM, gradients back"))
@@ -161,7 +163,7 @@ _OF_EXPERTS = ("ep", "expt_dp", "tp_dp_cp")
 
 
 def _llm_groups(
-    parts: "Mapping[str, Part]", policy: "SharingPolicy", arrangement: "Arrangement", rank: int
+    parts: "Mapping[str, Part]", policy: "SharingPolicy", arrangement: "Arrangement", rank: int, sent: int
 ) -> Iterator[_Group]:
     from omni.models.llm import NAME as LLM
     from parallel.work import part_name
@@ -169,12 +171,17 @@ def _llm_groups(
     numbers = arrangement.llm.holds(arrangement.mesh.coordinates(rank)["pp"])
     shared = policy.cuts and (arrangement.llm.cp > 1 or not policy.within_replica)
     own = [parts[part_name(LLM, number)] for number in numbers]
-    yield from _stated(own, None, arrangement, rank, shared)
+    yield from _stated(own, None, arrangement, rank, shared, sent)
     yield LLM, "pp", arrangement.mesh.group(rank, "pp"), "activations and their gradients between stages"
 
 
 def _stated(
-    parts: "Sequence[Part]", encoder: str | None, arrangement: "Arrangement", rank: int, shared: bool
+    parts: "Sequence[Part]",
+    encoder: str | None,
+    arrangement: "Arrangement",
+    rank: int,
+    shared: bool,
+    sent: int,
 ) -> Iterator[_Group]:
     """The groups that parts on a rank name in their collectives, with the kinds of these."""
     from omni.models.llm import NAME as LLM
@@ -186,7 +193,7 @@ def _stated(
     for part in parts:
         sizes = {axis: len(of) for axis, of in ranks.items()}
         passes = collectives_of_passes(part, sizes["pool"] if shared else 1)
-        for one in (*passes, *part.reduction(sizes)):
+        for one in (*passes, *part.reduction(sizes, sent)):
             kinds.setdefault(one.axis, {})[one.kind.replace("_", "-")] = None
     for axis in (axis for axis in _CARRIES if axis in kinds):
         name = "experts" if axis in _OF_EXPERTS else encoder or LLM

@@ -297,9 +297,9 @@ class EncoderPart:
         """None: ranks do not divide the tokens."""
         return 0
 
-    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
+    def reduction(self, ranks: Mapping[str, int], sent: int = FP32) -> tuple[Collective, ...]:
         """Gradients and weights."""
-        return reduction(self.weights(), ranks, self.element)
+        return reduction(self.weights(), ranks, self.element, sent)
 
     def input_bytes(self, load: Load) -> int:
         """Values, positions and the rotation of each token, and what exchanges copy where."""

@@ -192,13 +192,13 @@ class LLMPart:
         """Tokens of all ranks of tp."""
         return load.tokens * self.stacks[0].hidden * self.element * (self.tp > 1)
 
-    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
+    def reduction(self, ranks: Mapping[str, int], sent: int = FP32) -> tuple[Collective, ...]:
         """Gradients and weights; the tokens of each expert are counted over all ranks of a stage."""
         routers = [stack for stack in self._stacks if isinstance(stack, ExpertStack)]
         counts = sum(stack.layers * stack.experts for stack in routers) * INDEX
         counted = all_reduce("tp_dp_cp", counts, ranks.get("tp_dp_cp", 1)) if counts else ()
         once = (one for layers in self._whole for one in layers.gathered())
-        return (*reduction(self.weights(), ranks, self.element), *merged(once), *counted)
+        return (*reduction(self.weights(), ranks, self.element, sent), *merged(once), *counted)
 
     def row_bytes(self, load: Load) -> int:
         """Bytes of what it passes on to the next part: the stream between layers."""

@@ -19,7 +19,7 @@ from omni.planning.rank_work import RankWork
 from omni.planning.workload import Workload
 from parallel.axes import group_of
 from parallel.boundary import Route
-from parallel.buckets import REPLICAS, by_replicas, laid_out
+from parallel.buckets import REPLICAS, Buckets, by_replicas, laid_out
 from parallel.work import FP32, INDEX, Grad, Part
 from pipeline.ops import BACKWARDS, Kind, Op
 from pipeline.rules.lists import ENCODES
@@ -64,7 +64,7 @@ class Held(dict[_Key, _Size]):
 def model_peak(spec: Workload, work: RankWork) -> tuple[Parts, str]:
     """Model the bytes that a rank holds when it holds most, and the op that then runs."""
     most, peak, at = -1, Parts(), ""
-    for held, extra, op in _walk(work):
+    for held, extra, op in _walk(spec, work):
         total = held.total + sum(size for _, size in extra)
         if total > most:
             most, peak, at = total, Counter(held.sums), str(op)
@@ -76,7 +76,7 @@ def model_peak(spec: Workload, work: RankWork) -> tuple[Parts, str]:
 def model_encoding(spec: Workload, work: RankWork) -> dict[Op, int]:
     """Model the most bytes that a rank holds during each pass of an encoder."""
     constant, most = _constant(spec, work).total(), Counter[Op]()
-    for held, extra, op in _walk(work):
+    for held, extra, op in _walk(spec, work):
         if isinstance(op, Op) and op.kind in ENCODES:
             most[op] = max(most[op], constant + held.total + sum(size for _, size in extra))
     return most
@@ -139,23 +139,37 @@ def state_of(spec: Workload, name: str, part: Part, rank: int, *, learns: bool) 
     held: Parts = Counter()
     # Main weights for those of half precision, and two moments.
     copies = (spec.element < FP32) + 2 * learns
-    weights = part.weights()
     held["weights", name] += part.whole_bytes if isinstance(part, LLMPart) else 0
-    held["weights", name] += sum(weight.elements for weight in weights if weight.frozen) * spec.element
-    groups = {
-        axis: group_of(spec.arrangement, None if name == LLM else name, axis, rank)
-        for axis in (REPLICAS, *by_replicas(weights))
-    }
-    sizes = {axis: len(ranks) for axis, ranks in groups.items()}
-    for axis, laid in laid_out(weights, sizes).items():
-        ranks = groups[axis]
+    held["weights", name] += sum(weight.elements for weight in part.weights() if weight.frozen) * spec.element
+    for laid, ranks in _buckets(spec, name, part, rank):
         held["weights", name] += laid.total * spec.element
         held["gradients", name] += laid.total * FP32
         held["optimizer", name] += laid.owned(ranks.index(rank), len(ranks)) * copies * FP32
     return held
 
 
-def _walk(work: RankWork) -> Iterator[_Moment]:
+def _buckets(spec: Workload, name: str, part: Part, rank: int) -> Iterator[tuple[Buckets, tuple[int, ...]]]:
+    """Yield the buckets of a part that `rank` holds, with the ranks that each is reduced over."""
+    weights = part.weights()
+    groups = {
+        axis: group_of(spec.arrangement, None if name == LLM else name, axis, rank)
+        for axis in (REPLICAS, *by_replicas(weights))
+    }
+    laid = laid_out(weights, {axis: len(ranks) for axis, ranks in groups.items()})
+    yield from ((of, groups[axis]) for axis, of in laid.items())
+
+
+def _rounding(spec: Workload, work: RankWork, op: Op) -> Iterator[tuple[_Size, ...]]:
+    """Yield what rounding a bucket of gradients takes for a moment, or adding up what arrived of it."""
+    name = (LLM, *spec.encoders)[op.index]
+    for laid, ranks in _buckets(spec, name, work.components[name][op.part], work.rank):
+        if len(ranks) > 1:
+            most = max(laid.sizes)
+            size = most * spec.sent if op.kind is Kind.REDUCE else most // len(ranks) * FP32
+            yield ((("workspace", name), size),)
+
+
+def _walk(spec: Workload, work: RankWork) -> Iterator[_Moment]:
     """Yield bytes, beside what is constant, at the moments that may be the fullest, with their op."""
     held = Held()
     yield held, (), "start"
@@ -164,6 +178,9 @@ def _walk(work: RankWork) -> Iterator[_Moment]:
             _take_rows(work, op, held)
         for extra in _during(work, op, held):
             yield held, extra, op
+        if spec.sent < FP32 and Kind.REDUCE in (op.kind, op.on):
+            for extra in _rounding(spec, work, op):
+                yield held, extra, op
         _after(work, op, held)
         yield held, (), op
 

@@ -146,8 +146,10 @@ def _resolve(
     work = part_work(llm, encoders, tokenizer.vocab_size, arrangement, element)
     stages = stages_of(config.optim, config.stages, config.train.steps)
     learns_from = first_steps(stages, (LLM, *encoders))
-    workload = Workload(arrangement, encoders, work, cluster, llm.hidden * element, element, learns_from)
-    table = cost_table(work, encoders, arrangement, cluster, workload.row_bytes, under)
+    sent = dtype_of(config.train.mixed_precision_reduce).itemsize
+    row_bytes = llm.hidden * element
+    workload = Workload(arrangement, encoders, work, cluster, row_bytes, element, sent, learns_from)
+    table = cost_table(work, encoders, arrangement, cluster, row_bytes, under, sent)
     share = partial(sharing_of, llm, data.pass_tokens, policies, encoders, arrangement, cluster, element)
     domain = _domain_planner(
         workload,

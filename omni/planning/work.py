@@ -11,7 +11,7 @@ from parallel.axes import axes_names, axes_of, group_of
 from parallel.cluster import Cluster
 from parallel.costs import Axes, CostTable, table_from_work
 from parallel.layout import Arrangement, Layout
-from parallel.work import Attended, Collective, Grad, Load, Part, part_name
+from parallel.work import FP32, Attended, Collective, Grad, Load, Part, part_name
 
 
 def part_work(
@@ -91,9 +91,10 @@ def cost_table(
     cluster: Cluster,
     row_bytes: int,
     under: tuple[Framework, int] | None = None,
+    sent: int = FP32,
 ) -> CostTable:
     """Read the first cost table off the statements: of our steps, or `under` another framework's, where a
-    rank has so many tokens of a microbatch.
+    rank has so many tokens of a microbatch. Of a gradient of ours a number takes `sent` bytes on its way.
     """
     axes = part_axes(parts, encoders, arrangement, cluster)
     table = table_from_work(
@@ -103,6 +104,7 @@ def cost_table(
         axes=axes,
         between=axes[part_name(LLM, 0)]["pp"].link,
         components=(LLM, *encoders),
+        sent=sent,
     )
     if under is None:
         return table

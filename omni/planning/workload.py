@@ -12,7 +12,8 @@ from parallel.work import Part
 @dataclass(frozen=True)
 class Workload:
     """The parts of the LLM and the encoders, by name, with their statements of `work`, on the ranks of an
-    `arrangement` of a cluster. A row of the LLM takes `row_bytes`, a number `element` bytes. `learns_from` is
+    `arrangement` of a cluster. A row of the LLM takes `row_bytes`, a number `element` bytes, and one of a
+    gradient `sent` bytes on its way to another replica. `learns_from` is
     the first step in which a component learns: from then on it has moments, also while it is frozen.
     """
 
@@ -22,4 +23,5 @@ class Workload:
     cluster: Cluster
     row_bytes: int
     element: int
+    sent: int
     learns_from: Mapping[str, int]

@@ -257,13 +257,15 @@ def _build_optimizers(
     spec: RunSpec, modules: Modules, stage: LLMStage | None, groups: Groups
 ) -> dict[str, ComponentOptimizer]:
     """Build those of this rank's components; every rank has a part in building each."""
+    config = spec.config
+    sent = dtype_of(config.train.mixed_precision_reduce)
     components = {}
     for name in spec.components:
         if name in modules:
             own = groups.components[name]
             parts = stage.parts if stage is not None and name == LLM else {}
             layers = {part: of.model.decoder.layers for part, of in parts.items()}
-            components[name] = ComponentOptimizer(name, modules[name], own, spec.config.optim, layers)
+            components[name] = ComponentOptimizer(name, modules[name], own, config.optim, layers, sent)
         else:
             attend_optimizer_setup(1 + (name == LLM and spec.arrangement.partitions > 1))
     return components

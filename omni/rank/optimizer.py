@@ -45,6 +45,7 @@ class ComponentOptimizer:
     `modules` are the parts of the component that this rank holds, by number. Gradients of each are reduced by
     themselves, all weights are updated at once. Weights that are partitions have replicas of their own, hence
     buffers and an optimizer of their own. `layers` are those of a part that say when a pass comes and leaves.
+    Gradients travel in the type `sent`.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ComponentOptimizer:
         groups: ProcessGroupCollection,
         config: OptimConfig,
         layers: Mapping[int, Sequence[torch.nn.Module]] = MappingProxyType({}),
+        sent: torch.dtype = torch.float32,
     ) -> None:
         self.name = name
         self.modules = dict(modules)
@@ -72,7 +74,8 @@ class ComponentOptimizer:
             divided, more = sharded_adamw(name, modules, partitions, _of_partitions(groups), config)
             self.optimizers += more
         self.buckets = {
-            part: PartBuckets(ddp, divided.get(part), layers.get(part, ())) for part, ddp in wrapped.items()
+            part: PartBuckets(ddp, divided.get(part), layers.get(part, ()), sent)
+            for part, ddp in wrapped.items()
         }
 
     @property

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from parallel.megatron import DistributedDataParallel
+from parallel.rounded import RoundedSum, rounded_sum
 
 FRONT = -1
 
@@ -33,7 +34,8 @@ class PartBuckets:
     """The buckets of a part: those of `whole`, and of `partitions`, if it has any, of matrices of its layers.
 
     `layers` are those that tell when a pass comes to them and when it has left them, none if no layer does;
-    all weights are then needed from the first layer on, and gradients complete at the end.
+    all weights are then needed from the first layer on, and gradients complete at the end. Gradients travel
+    in the type `sent`, and are summed in fp32.
     """
 
     def __init__(
@@ -41,7 +43,9 @@ class PartBuckets:
         whole: DistributedDataParallel,
         partitions: DistributedDataParallel | None,
         layers: Sequence[torch.nn.Module],
+        sent: torch.dtype,
     ) -> None:
+        self.sent = sent
         self.ddps = [whole] if partitions is None else [whole, partitions]
         places = _places(whole.module, layers)
         # Partitions are made whole before a pass comes to their layer, and their gradients settle last.
@@ -85,13 +89,23 @@ class PartBuckets:
         """
         while self.left and self.left[-1].layer > layer:
             bucket = self.left.pop()
-            with in_flight(bucket.ddp):
-                bucket.group.start_grad_sync()
+            if self.sent is torch.float32:
+                with in_flight(bucket.ddp):
+                    bucket.group.start_grad_sync()
+            else:
+                bucket.group.grad_reduce_handle = _rounded(bucket.group)
 
     def reduce(self) -> None:
         """Start to reduce what is left."""
         self.reduce_behind(FRONT - 1)
         self.left = list(self.buckets)
+
+
+def _rounded(group: Any) -> RoundedSum:
+    """Start to sum a bucket in bf16. megatron waits for what it finds as its handle."""
+    (bucket,) = group.buckets
+    assert bucket.gradient_scaling_factor == 1.0, "gradients are sums"
+    return rounded_sum(bucket.grad_data, group.intra_distributed_optimizer_instance_group)
 
 
 def _places(module: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> dict[torch.nn.Parameter, int]:

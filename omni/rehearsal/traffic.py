@@ -5,7 +5,7 @@ parts, and says who receives. Counted as `footprint.py` says.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from omni.models.llm import NAME as LLM
 from omni.planning.rank_work import RankWork
@@ -53,8 +53,21 @@ def _of_part(
     encoder = None if component == LLM else component
     for one in collectives:
         ranks = group_of(spec.arrangement, encoder, one.axis, work.rank)
-        to = dict(zip(ranks, one.to, strict=True)) if one.to else {ring(ranks, work.rank): one.bytes}
-        yield f"{component} {_carrier(spec, encoder, one.axis, work.rank)}", one.kind, to, one.calls
+        yield (
+            f"{component} {_carrier(spec, encoder, one.axis, work.rank)}",
+            one.kind,
+            _messages(one, ranks, work.rank),
+            one.calls,
+        )
+
+
+def _messages(one: Collective, ranks: Sequence[int], rank: int) -> Messages:
+    """Bytes by receiving rank of a collective over `ranks`."""
+    if one.to:
+        return dict(zip(ranks, one.to, strict=True))
+    if one.kind == "all_to_all":
+        return {to: one.bytes // (len(ranks) - 1) for to in ranks if to != rank}
+    return {ring(ranks, rank): one.bytes}
 
 
 def _carrier(spec: RunSpec, encoder: str | None, axis: str, rank: int) -> str:
@@ -70,7 +83,7 @@ def _update_calls(spec: RunSpec, work: RankWork, component: str, number: int) ->
     of_llm = (EXPERT_REPLICAS, PARTITION_REPLICAS, "partition", ENDS, "tp_dp_cp")
     axes = ("tp", REPLICAS, *(() if encoder else of_llm))
     ranks = {axis: len(group_of(spec.arrangement, encoder, axis, work.rank)) for axis in axes}
-    yield from _of_part(spec, work, component, work.components[component][number].reduction(ranks))
+    yield from _of_part(spec, work, component, work.components[component][number].reduction(ranks, spec.sent))
 
 
 # Between parts.
