@@ -33,6 +33,12 @@ class Anchor(Protocol):
         """
         ...
 
+    def closing(self) -> AbstractContextManager[None]:
+        """What runs inside the block makes the last gradients of the component: they may be reduced
+        meanwhile.
+        """
+        ...
+
 
 class Stage(Protocol):
     """The parts of the LLM on this rank, by their number in the model."""

@@ -7,7 +7,7 @@ completes a transfer once it is first in all of its queues.
 from collections.abc import Mapping
 
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import Kind, Op
+from pipeline.ops import BACKWARDS, Kind, Op
 
 Name = tuple[object, ...]
 
@@ -45,7 +45,7 @@ class Queue:
 
     def free_for(self, before: int) -> int:
         """Return when the first in line may begin: behind a backward so long before that ends."""
-        behind = self.head > 0 and self.transfers[self.head - 1].name[0] is Kind.BACKWARD
+        behind = self.head > 0 and self.transfers[self.head - 1].name[0] in BACKWARDS
         return self.free - before * behind
 
 

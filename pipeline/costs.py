@@ -14,7 +14,7 @@ from parallel.learning import Sample
 from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan, Share
 from pipeline.ops import COLLECTIVE, COMPUTE, POINT_TO_POINT, Kind, Op
-from pipeline.reductions import closing
+from pipeline.reductions import closing, in_front
 from pipeline.rules.memory import Kept
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 
@@ -82,15 +82,15 @@ def begun_before(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) 
     """Return how long before its place in the list a REDUCE has begun at a position."""
 
     @cache
-    def of_party(first: int, last: int) -> dict[int, Op]:
-        return {op.part: op for op in closing(domain, first // domain.team)}
+    def front(team: int) -> dict[Op, tuple[int, int]]:
+        return in_front(domain, table.components, team)
 
-    def of_team(team: int) -> dict[int, Op]:
-        party = domain.parties(Op(Kind.BACKWARD, 0), team * domain.team)
-        return of_party(party[0], party[-1]) if domain.holds[team] else {}
+    @cache
+    def of_team(team: int) -> dict[tuple[int, int], Op]:
+        return {made: op for op, made in closing(domain, team, front).items()}
 
     def before(rank: int, op: Op) -> int:
-        last = of_team(rank // domain.team).get(op.part) if op.index == domain.llm else None
+        last = of_team(rank // domain.team).get((op.index, op.part))
         if last is None:
             return 0
         name, share = part_of(domain, table, rank, last)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from pipeline.domain_plan import EMBEDDING
 from pipeline.laps import HOST, WEIGHTS
 from pipeline.ops import BACKWARDS, COLLECTIVE, FORWARDS, Kind, Op
 from pipeline.plan import StepPlan
-from pipeline.reductions import closing
+from pipeline.reductions import closing, in_front
 from pipeline.stopwatch import Stopwatch, Timing, timings_of
 
 
@@ -126,7 +126,8 @@ class _RunningStep:
         self.inputs = inputs
         self.position = engine.position
         self.with_rows = domain.parts_with_rows(engine.position)
-        self.closing = closing(domain, engine.position // domain.team)
+        fronts = partial(in_front, domain, plan.components)
+        self.closing = closing(domain, engine.position // domain.team, fronts)
         self.llm_learns = plan.trains(plan.components[domain.llm])
         ops = domain.ops_of(engine.position)
         # Microbatches whose rows take gradients back to a component that trains.
@@ -193,7 +194,8 @@ class _RunningStep:
     def encode_backward(self, op: Op) -> None:
         rows, grads = self.encoded.pop(op.index), self.row_grads.pop(op.index)
         anchor = self.engine.anchors[self.domain.chunks[op.index].component]
-        self.go_back(op, anchor, rows, grads)
+        with self.closes(op):
+            self.go_back(op, anchor, rows, grads)
 
     def go_back(
         self, op: Op, module: Anchor | Stage, output: torch.Tensor, grad: torch.Tensor | None
@@ -341,9 +343,11 @@ class _RunningStep:
             self.hand_on(Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, m, part, part - 1, received.grad)
 
     def closes(self, op: Op) -> AbstractContextManager[None]:
-        """Around what makes the last gradients of a part of the LLM: they may be reduced meanwhile."""
+        """Around what makes the last gradients of a part: they may be reduced meanwhile."""
         if op not in self.closing:
             return nullcontext()
+        if op.kind is Kind.ENCODE_BACKWARD:
+            return self.engine.anchors[self.domain.chunks[op.index].component].closing()
         assert self.engine.stage is not None
         return self.engine.stage.closing(op.part)
 

@@ -5,7 +5,7 @@ that of the LLM behind the backwards of encoders, that of a rank's last part beh
 it follows a backward at once, it begins behind that, layer by layer (`closing`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from parallel.work import Grad
@@ -50,26 +50,41 @@ def _of_team(
     return out + ops[before:]
 
 
-def closing(domain: DomainPlan, team: int) -> frozenset[Op]:
-    """Return the backwards of a team behind which the reduction of their part begins: those of the LLM, whole
-    or for weights, that the REDUCE follows at once, on all ranks that run them together.
+def closing(domain: DomainPlan, team: int, fronts: Callable[[int], Mapping[Op, Pair]]) -> dict[Op, Pair]:
+    """Return the backwards of a team behind which the reduction of their part begins, and that part: those
+    that the REDUCE follows at once, on all ranks that run them together. `fronts` says of a team what
+    `in_front` does.
 
     Only the collectives of its own layers then stand between what the verifier proved and what runs, and all
     that take part in these run the same layers beside the same reductions: none can wait for the other.
     """
-    if not domain.holds[team]:
-        return frozenset()
-    party = domain.parties(Op(Kind.BACKWARD, 0), team * domain.team)
-    teams = range(party[0] // domain.team, party[-1] // domain.team + 1)
-    return frozenset.intersection(*(in_front(domain, own) for own in teams))
+
+    def teams(op: Op) -> range:
+        party = domain.parties(op, team * domain.team)
+        return range(party[0] // domain.team, party[-1] // domain.team + 1)
+
+    return {op: of for op, of in fronts(team).items() if all(op in fronts(other) for other in teams(op))}
 
 
-def in_front(domain: DomainPlan, team: int) -> frozenset[Op]:
-    """Return the backwards of the LLM that the REDUCE of their part follows at once, of a team."""
-    return frozenset(
-        before
-        for before, op in pairwise(domain.ops[team])
-        if op.kind is Kind.REDUCE
+def in_front(domain: DomainPlan, components: Sequence[str], team: int) -> dict[Op, Pair]:
+    """Return the backwards of a team that the REDUCE of their part follows at once, and that part.
+    `components` are those of the plan.
+    """
+    found = {}
+    for before, op in pairwise(domain.ops[team]):
+        if op.kind is Kind.REDUCE and before.kind is Kind.ENCODE_BACKWARD and before.grad is not Grad.INPUT:
+            follows = components[op.index] == domain.chunks[before.index].component
+        else:
+            follows = follows_llm(domain, before, op)
+        if follows:
+            found[before] = op.index, op.part
+    return found
+
+
+def follows_llm(domain: DomainPlan, before: Op, op: Op) -> bool:
+    """Whether an op is the REDUCE of a part of the LLM that the one before it makes last gradients of."""
+    return (
+        op.kind is Kind.REDUCE
         and before.kind is Kind.BACKWARD
         and before.grad is not Grad.INPUT
         and (op.index, op.part) == (domain.llm, before.part)

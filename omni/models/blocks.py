@@ -212,7 +212,8 @@ class Frozen:
 class EncoderPart:
     """An encoder on one rank, in front of an LLM of `width`: `stem`, then the layers of `stack`, described or
     measured, then `tail`, which ends in rows. `token_bytes` are those of a token's input tensors, values and
-    positions.
+    positions. Weights arrive and gradients are reduced `by_layer` where the module says what its layers are
+    (`followed_layers`).
     """
 
     stem: tuple[Block, ...]
@@ -220,6 +221,7 @@ class EncoderPart:
     tail: tuple[Block, ...]
     width: int
     token_bytes: int
+    by_layer: bool = False
 
     @property
     def shape(self) -> AttentionShape:
@@ -283,11 +285,6 @@ class EncoderPart:
             return work
         rows = all_gather("tp", load.most_rows * self.width * self.element, self.stack.tp)
         return replace(work, collectives=merged((*rows, *work.collectives)))
-
-    @property
-    def by_layer(self) -> bool:
-        """Any module may be an encoder: its layers are not known."""
-        return False
 
     def shared_bytes(self, load: Load) -> int:
         """None: an encoder is one part."""

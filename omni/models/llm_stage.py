@@ -3,8 +3,8 @@
 Shapes: T tokens, D width.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from omni.llm_config import LLMConfig
 from omni.models.adapter_modules import adapt
 from omni.models.adapters import Lora
+from omni.models.followed import Followed
 from omni.models.layer_sizes import llm_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.llm import attach_layer, llm_parts, padded_vocabulary
@@ -116,8 +117,7 @@ class LLMStage:
         self.groups = groups
         self.zero = layout.zero
         self.partitioned: list[PartitionedPart] = []
-        # A set of its own, because hooks of layers that held the stage would keep it alive for good.
-        self.closed = set[int]()
+        self.followed = Followed()
         self.deferral = Deferral()
         self.expert_load = torch.zeros((), device=device)
         self.vocabulary = padded_vocabulary(config, vocab_size)
@@ -245,28 +245,13 @@ class LLMStage:
         return (output * inputs.weights).sum(), sums.flatten()
 
     def follow(self, came: Callable[[int, int], object], left: Callable[[int, int], object]) -> None:
-        """Have `came` called with a part and a layer of it, counted from the part's first, when a forward
-        comes to the layer, and `left` when a backward that is `closing` the part, or the gradients of weights
-        that it put off, have left those behind it.
-        """
-        leaves = dict[torch.nn.Parameter, Callable[[], None]]()
-        for number, part in self.parts.items():
-            for at, layer in enumerate(part.model.decoder.layers):
-                leave = partial(_leave, self.closed, left, number, at)
-                leaves |= dict.fromkeys(layer.parameters(), leave)
-                layer.register_forward_pre_hook(
-                    partial(_come, partial(came, number, at), leave), with_kwargs=True
-                )
-        self.deferral.comes_to = lambda weight: leaves[weight]()
+        """Have passes followed through the layers of all parts: see `Followed`."""
+        layers = {number: part.model.decoder.layers for number, part in self.parts.items()}
+        self.followed.follow(layers, self.deferral, came, left)
 
-    @contextmanager
-    def closing(self, part: int) -> Iterator[None]:
+    def closing(self, part: int) -> AbstractContextManager[None]:
         """What runs inside the block makes the last gradients of a part."""
-        self.closed.add(part)
-        try:
-            yield
-        finally:
-            self.closed.clear()
+        return self.followed.closing(part)
 
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""
@@ -305,24 +290,6 @@ class LLMStage:
         """Load this stage's state from what was saved, of other stages too."""
         for part in self.parts.values():
             load_expert_biases(part.model, part.numbering.first_layer, saved)
-
-
-def _come(
-    came: Callable[[], object],
-    leave: Callable[[], None],
-    layer: torch.nn.Module,
-    args: tuple[torch.Tensor, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    came()
-    hidden = args[0] if args else kwargs["hidden_states"]
-    if hidden.requires_grad:
-        hidden.register_hook(lambda grad: leave())
-
-
-def _leave(closed: Collection[int], left: Callable[[int, int], object], part: int, layer: int) -> None:
-    if part in closed:
-        left(part, layer)
 
 
 def _add_entering(number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

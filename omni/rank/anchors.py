@@ -1,11 +1,13 @@
 """An encoder as the engine sees it: a module attached to the LLM by name."""
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from omni.models.followed import Followed
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
 from omni.rank.inputs import ChunkInputs
 from parallel.slots import own_rows
@@ -22,6 +24,7 @@ class EncoderAnchor:
     tp: dist.ProcessGroup
     num_points: int
     deferral: Deferral = field(default_factory=Deferral)
+    followed: Followed = field(default_factory=Followed)
 
     def __post_init__(self) -> None:
         put_off_in(self.module, self.deferral)
@@ -53,6 +56,19 @@ class EncoderAnchor:
                 f"{self.num_points} attach points: make count() and forward() agree"
             )
         return own_rows(rows, inputs.row_counts, self.tp)
+
+    def follow(
+        self,
+        layers: Sequence[torch.nn.Module],
+        came: Callable[[int, int], object],
+        left: Callable[[int, int], object],
+    ) -> None:
+        """Have passes followed through the layers, those of part 0: see `Followed`."""
+        self.followed.follow({0: layers}, self.deferral, came, left)
+
+    def closing(self) -> AbstractContextManager[None]:
+        """What runs inside the block makes the last gradients of the encoder."""
+        return self.followed.closing(0)
 
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the linears off that can wait: those that megatron divides over ranks."""

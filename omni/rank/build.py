@@ -33,6 +33,10 @@ from pipeline.engine import Engine
 from pipeline.ops import Op
 
 Modules = Mapping[str, Mapping[int, torch.nn.Module]]
+Told = Callable[[int, int], object]
+"""Hears of a part, and of a layer of it."""
+Follow = Callable[[Told, Told], None]
+"""Has the first called where a pass comes to a layer, the second where one has left those behind it."""
 
 
 @dataclass(frozen=True)
@@ -101,26 +105,26 @@ def _arrive(component: ComponentOptimizer, part: int, groups: Groups, layer: int
         return component.buckets[part].arrive(layer)
 
 
-def _follow(stage: LLMStage, llm: ComponentOptimizer, groups: Groups) -> None:
-    """Have layers of the LLM wait for their weights, and reduce their gradients behind the last backward."""
-    if not any(own.buckets for own in llm.buckets.values()):
+def _follow(follow: Follow, component: ComponentOptimizer, groups: Groups) -> None:
+    """Have layers wait for their weights, and reduce their gradients behind the last backward."""
+    if not any(own.buckets for own in component.buckets.values()):
         return
     # Held by hooks, of layers and in graphs that live for long, neither would ever go.
-    llm_of, groups_of = ref(llm), ref(groups)
+    component_of, groups_of = ref(component), ref(groups)
 
     def came(part: int, layer: int) -> None:
-        own, every = llm_of(), groups_of()
+        own, every = component_of(), groups_of()
         if own is not None and every is not None:
             _arrive(own, part, every, layer)
 
     def left(part: int, layer: int) -> None:
-        own, every = llm_of(), groups_of()
+        own, every = component_of(), groups_of()
         assert own is not None
         assert every is not None
         with waiting(f"the gradients of {own.name}", every.world):
             own.buckets[part].reduce_behind(layer)
 
-    stage.follow(came, left)
+    follow(came, left)
 
 
 def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[Op | str], None]) -> Rank:
@@ -133,9 +137,17 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     model_parallel_cuda_manual_seed(config.train.seed, tp_rank=tp_rank, ep_rank=ep_rank, etp_rank=0)
     stage = _build_stage(spec, groups, dtype, device) if LLM in groups.components else None
     modules, names = _build_modules(spec, stage, groups, dtype, device)
-    components = _build_optimizers(spec, modules, stage, groups)
+    layers = {name: _layers(spec, name, own, stage) for name, own in modules.items()}
+    components = _build_optimizers(spec, modules, layers, groups)
+    anchors = {
+        name: EncoderAnchor(name, modules[name][0], groups.components[name].tp, len(encoder.attach))
+        for name, encoder in spec.encoders.items()
+        if name in modules
+    }
     if stage is not None:
-        _follow(stage, components[LLM], groups)
+        _follow(stage.follow, components[LLM], groups)
+    for name, anchor in anchors.items():
+        _follow(partial(anchor.follow, layers[name][0]), components[name], groups)
     parts = {
         (number, part): (components[name], part)
         for number, name in enumerate(spec.components)
@@ -163,11 +175,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
             stage=stage,
             width=config.model.llm.hidden,
             dtype=dtype,
-            anchors={
-                name: EncoderAnchor(name, modules[name][0], groups.components[name].tp, len(encoder.attach))
-                for name, encoder in spec.encoders.items()
-                if name in modules
-            },
+            anchors=anchors,
             groups=groups,
             device=device,
             reducers={at: partial(_reduce, *of, groups) for at, of in parts.items()},
@@ -253,8 +261,33 @@ def check_weights(name: str, module: torch.nn.Module, stated: Sequence[Weight]) 
     )
 
 
+def _layers(
+    spec: RunSpec, name: str, modules: Mapping[int, torch.nn.Module], stage: LLMStage | None
+) -> dict[int, Sequence[torch.nn.Module]]:
+    """Return the layers of each part of a component that passes are followed through, none of an encoder that
+    does not state that its weights arrive by layer.
+
+    Raises:
+        ConfigError: if the module of one that does has not said which they are.
+    """
+    if name == LLM and stage is not None:
+        return {part: of.model.decoder.layers for part, of in stage.parts.items()}
+    if not spec.work[name].by_layer:
+        return {0: ()}
+    followed: Sequence[torch.nn.Module] | None = getattr(modules[0], "followed_layers", None)
+    if followed is None:
+        raise ConfigError(
+            f"model.encoders.{name}: work() states by_layer=True, and its module {type(modules[0]).__name__} "
+            "has no followed_layers. Give it these, or state by_layer=False (docs/encoders.md)"
+        )
+    return {0: followed}
+
+
 def _build_optimizers(
-    spec: RunSpec, modules: Modules, stage: LLMStage | None, groups: Groups
+    spec: RunSpec,
+    modules: Modules,
+    layers: Mapping[str, Mapping[int, Sequence[torch.nn.Module]]],
+    groups: Groups,
 ) -> dict[str, ComponentOptimizer]:
     """Build those of this rank's components; every rank has a part in building each."""
     config = spec.config
@@ -263,9 +296,7 @@ def _build_optimizers(
     for name in spec.components:
         if name in modules:
             own = groups.components[name]
-            parts = stage.parts if stage is not None and name == LLM else {}
-            layers = {part: of.model.decoder.layers for part, of in parts.items()}
-            components[name] = ComponentOptimizer(name, modules[name], own, config.optim, layers, sent)
+            components[name] = ComponentOptimizer(name, modules[name], own, config.optim, layers[name], sent)
         else:
             attend_optimizer_setup(1 + (name == LLM and spec.arrangement.partitions > 1))
     return components

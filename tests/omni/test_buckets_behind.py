@@ -48,7 +48,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Watched:
     """What a rank's buckets do in a run: `held` are all parts, `after` those of which weights are under way
     after each update; `early` says which pass ran without weights; `behind` counts the buckets of each
-    reduction of the LLM that began before its op; `losses` are of each step.
+    reduction of the LLM that began before its op, and `behind_encoders` those of each of an encoder; `losses`
+    are of each step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -57,11 +58,17 @@ class Watched:
         self.after: list[set[tuple[str, int]]] = []
         self.early: list[str] = []
         self.behind: list[int] = []
+        self.behind_encoders: list[int] = []
         self.losses: list[float] = []
         self.hooks = [
             layer.register_forward_pre_hook(self._at(self.held["llm", part], at))
             for part, of in (trainer.rank.stage.parts.items() if trainer.rank.stage else ())
             for at, layer in enumerate(of.model.decoder.layers)
+        ] + [
+            layer.register_forward_pre_hook(self._at(self.held[name, 0], at))
+            for name, component in components.items()
+            if name != "llm"
+            for at, layer in enumerate(component.modules[0].followed_layers)
         ]
 
     def _at(self, own: PartBuckets, layer: int) -> Any:
@@ -74,9 +81,10 @@ class Watched:
     def doing(self, step: _RunningStep, op: Op) -> None:
         number, part = step.held(op) if op.kind in (Kind.ENCODE, Kind.FORWARD) else (op.index, op.part)
         own = self.held.get((step.plan.components[number], part)) if op.kind in _WATCHED else None
-        if own is not None and op.kind is Kind.REDUCE and number == step.domain.llm:
-            self.behind.append(len(own.buckets) - len(own.left))
-        elif own is not None and op.kind is not Kind.REDUCE and own.coming and own.coming[0].layer == FRONT:
+        if own is not None and op.kind is Kind.REDUCE:
+            behind = self.behind if number == step.domain.llm else self.behind_encoders
+            behind.append(len(own.buckets) - len(own.left))
+        elif own is not None and own.coming and own.coming[0].layer == FRONT:
             self.early.append(str(op))
 
     def updated(self, done: Any) -> None:
@@ -123,3 +131,5 @@ def test_buckets_travel_behind_passes_and_change_nothing(
         # Parts of one layer have little behind it.
         if "layout.llm.parts=2" not in keys:
             assert min(many["behind"]) > 0
+    # Ranks that encode nothing in a step have nothing to reduce it behind.
+    assert any(any(many["behind_encoders"]) for many in found["many"]) == (FROZEN not in keys)

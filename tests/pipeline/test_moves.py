@@ -12,8 +12,8 @@ from pipeline.builders.one_queue.rendezvous import meet
 from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import Op
-from pipeline.reductions import in_front
+from pipeline.ops import Kind, Op
+from pipeline.reductions import follows_llm
 from pipeline.simulator import ComputeCost, StuckError, nothing, run
 
 
@@ -23,13 +23,14 @@ def costly(costs: Costs) -> Costs:
     return lambda rank, op: compute_ns(rank, op) + 1, lambda op: message_ns(op) + 1
 
 
-def begun_before(domain: DomainPlan, ns: int) -> ComputeCost:
-    """A reduction begins so long before its place where it follows a backward at once."""
+def begun_before(lists: DomainPlan, domain: DomainPlan, ns: int) -> ComputeCost:
+    """A reduction begins so long before its place where it follows a backward at once, as in the lists that
+    `domain` had before they were put into an order.
+    """
 
     def before(rank: int, op: Op) -> int:
-        return ns * any(
-            (op.index, op.part) == (domain.llm, own.part) for own in in_front(domain, rank // domain.team)
-        )
+        of = [ops[ops.index(op) - 1] for ops in (lists.ops_of(rank), domain.ops_of(rank))]
+        return ns * (of[0] == of[1] and (of[0].kind is Kind.ENCODE_BACKWARD or follows_llm(lists, of[0], op)))
 
     return before
 
@@ -46,11 +47,11 @@ def test_lists_take_in_one_queue_what_the_abstract_machine_says(schedule: str) -
         domain, issue_ns = plan.domain, random.choice((0, 0, 3))
         timeline = run_freely(domain, *costs)
         begun = random.choice((0, 7, 40))
-        moves = moves_of(timeline, lambda rank, op, ns=begun: ns)
+        moves = moves_of(timeline, begun_before(domain, domain, begun))
         late = meet(moves, 1)
         for orders in (orders_of(timeline, moves), meet(moves, 0), late, reduced_early(moves, late)):
             lists = replace(domain, ops=tuple(map(tuple, in_orders(domain, orders))))
-            own = nothing, begun_before(lists, begun)
+            own = nothing, begun_before(lists, domain, begun)
             try:
                 wanted = run(lists, *costs, single_fifo=True, issue_ns=issue_ns, behind=own).makespan_ns
             except StuckError:

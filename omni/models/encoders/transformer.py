@@ -98,6 +98,7 @@ class TransformerEncoder(ABC):
             tail=tail * (1 + len(c.taps)),
             width=width,
             token_bytes=value_bytes(self.values, self.axes),
+            by_layer=not c.taps,
         )
 
     def attention(self) -> Attention:

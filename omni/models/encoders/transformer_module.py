@@ -83,6 +83,12 @@ class TransformerModule(torch.nn.Module):
         )
         adapt(self, Lora.of(config.lora))
 
+    @property
+    def followed_layers(self) -> torch.nn.ModuleList:
+        """The layers. What is not in them stands in front of all or behind them, unless there are taps."""
+        layers: torch.nn.ModuleList = self.block.layers
+        return layers
+
     def forward(self, values: torch.Tensor, positions: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
         """values [T, V], positions [T, A] of packed items → rows [R, D], item by item, and as many again for
         each tap.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.channels import Transfer
+from pipeline.ops import BACKWARDS, Kind
 from pipeline.ops import COMPUTE as COMPUTES
-from pipeline.ops import Kind
-from pipeline.reductions import in_front
+from pipeline.reductions import follows_llm
 from pipeline.simulator import ComputeCost, Timeline, nothing
 
 # What an op is here; a wait for a reduction is the last one.
@@ -67,7 +67,7 @@ def _moves(
     goes_behind: dict[int, int] = {}
     before = began = 0
     last_pass, together, alone = -1, False, False
-    ops, front = timeline.domain.ops[team], in_front(timeline.domain, team)
+    domain, ops = timeline.domain, timeline.domain.ops[team]
     for at, (op, transfer, end) in enumerate(zip(ops, transfers, ends, strict=True)):
         kind, ns = op.kind, 0
         what = COMPUTE if kind in COMPUTES else _OTHER.get(kind, ISSUE)
@@ -86,8 +86,11 @@ def _moves(
             if what == RECEIVE:
                 issues[transfer] = 0
                 receives.append(at)
-            elif what == REDUCE and at and ops[at - 1] in front:
-                goes_behind[at] = before_ns(team * timeline.domain.team, op)
+            elif what == REDUCE and at and ops[at - 1].kind in BACKWARDS:
+                ns = before_ns(team * domain.team, op)
+                if ns or follows_llm(domain, ops[at - 1], op):
+                    goes_behind[at] = ns
+                ns = 0
         kinds.append(what)
         takes.append(ns)
         before += ns
@@ -164,7 +167,7 @@ class _OneQueue:
             before = self.behind[team]
             start = max(start, self.now[team] - before, self.free[team] - before * self.goes_back[team])
         kind, ns = transfer.name[0], transfer.ns
-        computes, goes_back = kind in COMPUTES, kind is Kind.BACKWARD
+        computes, goes_back = kind in COMPUTES, kind in BACKWARDS
         if not computes and kind is not Kind.REDUCE:
             ns = max(0, ns - 2 * self.issue_ns)
         end = max(start + ns, end)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pipeline.builders.one_queue.moves import Moves, Orders, moves_of, queue_ns, reduced_early
-from pipeline.builders.one_queue.rendezvous import meet
+from pipeline.builders.one_queue.rendezvous import NEVER, meet
 from pipeline.channels import Transfer
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import ISSUED, Kind, Op
@@ -65,18 +65,20 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     if not together or any(of.computes_alone for of in moves):
         lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
         tried.insert(0, [_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)])
-    goes_behind = any(of.goes_behind for of in moves)
-    if len(tried) == 1 and not goes_behind:
-        return tried[0]
-    times = [queue_ns(moves, orders) for orders in tried]
-    assert times[0] is not None, "lists in an order of one run get stuck"
-    late_ns, late = min((ns, at) for at, ns in enumerate(times) if ns is not None)
-    if not goes_behind:
-        return tried[late]
-    # Reductions change little of what else waits: of several orders the best stays the best.
-    early = reduced_early(moves, tried[late])
-    early_ns = queue_ns(moves, early)
-    return tried[late] if early_ns is None or late_ns <= early_ns else early
+    if any(of.goes_behind for of in moves):
+        # Reductions that come last change little of what else waits: the best order is best with those, too.
+        early = [reduced_early(moves, order) for order in tried]
+        early_ns, best = _fastest(moves, early)
+        if early_ns < NEVER:
+            late_ns, _ = _fastest(moves, [tried[best]])
+            return tried[best] if late_ns <= early_ns else early[best]
+    return tried[0] if len(tried) == 1 else tried[_fastest(moves, tried)[1]]
+
+
+def _fastest(moves: Sequence[Moves], tried: Sequence[Orders]) -> tuple[int, int]:
+    """Return what the fastest of several orders takes, NEVER if all get stuck, and its number."""
+    times = (queue_ns(moves, orders) for orders in tried)
+    return min((NEVER if ns is None else ns, at) for at, ns in enumerate(times))
 
 
 def in_orders(domain: DomainPlan, orders: Orders) -> list[list[Op]]:
