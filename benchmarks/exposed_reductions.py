@@ -4,7 +4,7 @@
 
 Each run is planned on whole clusters of H100s as `omni train` would, on the trace `longtail`; the slowest
 domain's step is simulated as it is, and once more with reductions and gathering free. What is exposed is the
-difference, as a share of the step. A minute of one core.
+difference, as a share of the step. Two minutes of one core.
 
 Leaves with 1 where a share is above the run's target. The last line is JSON. `--quick` leaves the 70 B out.
 """
@@ -34,10 +34,12 @@ LARGE = (
     "launch.ranks=1024", "data.step_tokens=8388608", "data.sample_tokens=16384",
     "data.microbatch_tokens=16384",
 )  # fmt: skip
+BF16 = "train.mixed_precision_reduce=bf16"
 RUNS = {
     "8b, ZeRO-1": (0.015, (*SMALL, "layout.llm.zero=1")),
     "8b, ZeRO-3": (0.015, (*SMALL, "layout.llm.zero=3")),
     "70b, 1,024 ranks": (0.005, LARGE),
+    "70b, 1,024 ranks, bf16": (0.005, (*LARGE, BF16)),
 }
 """By name: the largest share that shall be exposed, and keys."""
 

@@ -213,7 +213,9 @@ class TrainConfig:
     never. A checkpoint is saved after the last step in any case, with 0 there alone; more than 8 ranks refuse
     0 and take `checkpoint_every: ${train.steps}` for that. `precision: auto` is bf16 on a GPU and fp32 on the
     CPU; fp8, mxfp8 and nvfp4 are for plans alone. Gradients add up in fp32 and travel to the other replicas
-    as `mixed_precision_reduce` says: in bf16 each is rounded once on its way. Checkpoints lie in
+    as `mixed_precision_reduce` says: in bf16 each is rounded once on its way. Behind the first and the last
+    pass of a step weights arrive and gradients leave bucket by bucket; with `overlap_buckets=false` all do
+    between passes, with the same sums, so that a hang or a wrong sum is easier to find. Checkpoints lie in
     `checkpoint_dir`, an absolute path or a URL of a file system that fsspec knows, null for the run folder;
     kept are the newest `keep_checkpoints` and those of steps that `keep_every` divides (0: none). Free
     generation at the end leaves off after `generate_s` seconds. With `deterministic` torch takes algorithms
@@ -224,6 +226,7 @@ class TrainConfig:
     seed: int = 0
     precision: str = one_of((*PRECISIONS, *LOWER), "auto")
     mixed_precision_reduce: str = one_of(REDUCED, "fp32")
+    overlap_buckets: bool = True
     eval_every: int = at_least(0, 0)
     generate_s: float = at_least(0, 300.0)
     checkpoint_every: int = at_least(0, 0)

@@ -199,13 +199,15 @@ def table_from_work(
     between: Link | None = None,
     components: tuple[str, ...] = (),
     sent: int = FP32,
+    overlaps: bool = True,
 ) -> CostTable:
     """Derive the first table from statements and the cluster's figures; `learning.py` corrects it.
 
     All tokens count as targets. `row_bytes` is the size of one activation of the LLM's width, `axes` are the
-    groups of each part. Of a gradient a number takes `sent` bytes on its way to another replica.
+    groups of each part. Of a gradient a number takes `sent` bytes on its way to another replica;
+    weights arrive and gradients leave layer by layer if that `overlaps`.
     """
-    costs = of_each(parts, axes or {}, lambda name, own: work_cost(parts[name], cluster, own, sent))
+    costs = of_each(parts, axes or {}, lambda name, own: work_cost(parts[name], cluster, own, sent, overlaps))
     return CostTable(number, costs, cluster.links, row_bytes, components, between, cluster.issue_ns)
 
 
@@ -225,7 +227,7 @@ def of_each(
     return found
 
 
-def work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int = FP32) -> WorkCost:
+def work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int = FP32, overlaps: bool = True) -> WorkCost:
     """Read the cost of a part off its statement, asked for many tokens, for a long sequence, and for none.
 
     Products, attention and memory traffic take their times one after the other. A roofline (Williams,
@@ -261,7 +263,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int = FP32) -> Wor
         weight_talk=weight_talk,
         moved=(moved[0], moved[1], moved[2]),
         reduce_ns=collectives_ns([one for one in once if one.kind != "all_gather"], axes),
-        pieces=sum(reduced) if part.by_layer else 1,
+        pieces=sum(reduced) if part.by_layer and overlaps else 1,
         gather_ns=collectives_ns([one for one in once if one.kind == "all_gather"], axes),
         kept_token=-(-forward[0].kept // _REFERENCE),
     )

@@ -147,9 +147,9 @@ def _resolve(
     stages = stages_of(config.optim, config.stages, config.train.steps)
     learns_from = first_steps(stages, (LLM, *encoders))
     sent = dtype_of(config.train.mixed_precision_reduce).itemsize
-    row_bytes = llm.hidden * element
+    row_bytes, overlaps = llm.hidden * element, config.train.overlap_buckets
     workload = Workload(arrangement, encoders, work, cluster, row_bytes, element, sent, learns_from)
-    table = cost_table(work, encoders, arrangement, cluster, row_bytes, under, sent)
+    table = cost_table(work, encoders, arrangement, cluster, row_bytes, under, sent, overlaps)
     share = partial(sharing_of, llm, data.pass_tokens, policies, encoders, arrangement, cluster, element)
     domain = _domain_planner(
         workload,

@@ -92,9 +92,11 @@ def cost_table(
     row_bytes: int,
     under: tuple[Framework, int] | None = None,
     sent: int = FP32,
+    overlaps: bool = True,
 ) -> CostTable:
     """Read the first cost table off the statements: of our steps, or `under` another framework's, where a
-    rank has so many tokens of a microbatch. Of a gradient of ours a number takes `sent` bytes on its way.
+    rank has so many tokens of a microbatch. Of a gradient of ours a number takes `sent` bytes on its way;
+    weights arrive and gradients leave behind passes if that `overlaps`.
     """
     axes = part_axes(parts, encoders, arrangement, cluster)
     table = table_from_work(
@@ -105,6 +107,7 @@ def cost_table(
         between=axes[part_name(LLM, 0)]["pp"].link,
         components=(LLM, *encoders),
         sent=sent,
+        overlaps=overlaps,
     )
     if under is None:
         return table

@@ -139,12 +139,8 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     modules, names = _build_modules(spec, stage, groups, dtype, device)
     layers = {name: _layers(spec, name, own, stage) for name, own in modules.items()}
     components = _build_optimizers(spec, modules, layers, groups)
-    anchors = {
-        name: EncoderAnchor(name, modules[name][0], groups.components[name].tp, len(encoder.attach))
-        for name, encoder in spec.encoders.items()
-        if name in modules
-    }
-    if stage is not None:
+    anchors = _build_anchors(spec, modules, groups)
+    if stage is not None and spec.config.train.overlap_buckets:
         _follow(stage.follow, components[LLM], groups)
     for name, anchor in anchors.items():
         _follow(partial(anchor.follow, layers[name][0]), components[name], groups)
@@ -211,6 +207,14 @@ def _build_stage(spec: RunSpec, groups: Groups, dtype: torch.dtype, device: torc
     )
 
 
+def _build_anchors(spec: RunSpec, modules: Modules, groups: Groups) -> dict[str, EncoderAnchor]:
+    return {
+        name: EncoderAnchor(name, modules[name][0], groups.components[name].tp, len(encoder.attach))
+        for name, encoder in spec.encoders.items()
+        if name in modules
+    }
+
+
 def _build_modules(
     spec: RunSpec, stage: LLMStage | None, groups: Groups, dtype: torch.dtype, device: torch.device
 ) -> tuple[Modules, Names]:
@@ -264,12 +268,14 @@ def check_weights(name: str, module: torch.nn.Module, stated: Sequence[Weight]) 
 def _layers(
     spec: RunSpec, name: str, modules: Mapping[int, torch.nn.Module], stage: LLMStage | None
 ) -> dict[int, Sequence[torch.nn.Module]]:
-    """Return the layers of each part of a component that passes are followed through, none of an encoder that
-    does not state that its weights arrive by layer.
+    """Return the layers of each part of a component that passes are followed through: none of an encoder that
+    does not state that its weights arrive by layer, and none at all if buckets are not to overlap.
 
     Raises:
         ConfigError: if the module of one that does has not said which they are.
     """
+    if not spec.config.train.overlap_buckets:
+        return dict.fromkeys(modules, ())
     if name == LLM and stage is not None:
         return {part: of.model.decoder.layers for part, of in stage.parts.items()}
     if not spec.work[name].by_layer:

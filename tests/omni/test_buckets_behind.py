@@ -19,6 +19,7 @@ from pipeline.engine import _RunningStep
 from pipeline.ops import Kind, Op
 
 FROZEN = "+optim.components.image.frozen=true"
+APART = "train.overlap_buckets=false"
 LAYOUTS = {
     "dp2": (2, []),
     "dp2, encoders frozen": (2, [FROZEN]),
@@ -119,8 +120,8 @@ def test_buckets_travel_behind_passes_and_change_nothing(
 ) -> None:
     world, keys = LAYOUTS[layout]
     found = {}
-    for name, least in (("one", 40_000_000), ("many", 400)):
-        config = compose_config(overrides(data, tmp_path / name, "train.steps=3", *keys))
+    for name, least, more in (("one", 40_000_000, []), ("many", 400, []), ("apart", 400, [APART])):
+        config = compose_config(overrides(data, tmp_path / name, "train.steps=3", *keys, *more))
         found[name] = ranks.run(world, _train, config, world, least)
     for one, many in zip(found["one"], found["many"], strict=True):
         assert many["losses"] == pytest.approx(one["losses"], rel=1e-6)
@@ -131,5 +132,9 @@ def test_buckets_travel_behind_passes_and_change_nothing(
         # Parts of one layer have little behind it.
         if "layout.llm.parts=2" not in keys:
             assert min(many["behind"]) > 0
+    for apart, many in zip(found["apart"], found["many"], strict=True):
+        assert apart["losses"] == many["losses"]
+        assert apart["counts"] == many["counts"]
+        assert not any((*apart["early"], *apart["left"], *apart["behind"], *apart["behind_encoders"]))
     # Ranks that encode nothing in a step have nothing to reduce it behind.
     assert any(any(many["behind_encoders"]) for many in found["many"]) == (FROZEN not in keys)

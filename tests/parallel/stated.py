@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from parallel.buckets import reduction
 from parallel.tiles import AttentionShape
-from parallel.work import Collective, Grad, Load, Weight, Work, all_gather, reduce_scatter
+from parallel.work import FP32, Collective, Grad, Load, Weight, Work, all_gather, reduce_scatter
 
 
 @dataclass(frozen=True)
@@ -62,5 +62,5 @@ class Stated:
     def gathered_bytes(self, load: Load) -> int:
         return 0
 
-    def reduction(self, ranks: Mapping[str, int]) -> tuple[Collective, ...]:
-        return reduction(self.weights(), ranks, self.element)
+    def reduction(self, ranks: Mapping[str, int], sent: int = FP32) -> tuple[Collective, ...]:
+        return reduction(self.weights(), ranks, self.element, sent)

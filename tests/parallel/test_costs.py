@@ -183,6 +183,26 @@ def test_a_reduction_takes_every_bucket_over_its_own_replicas():
     assert table.parts["part"].gather_ns == dense + experts
 
 
+def test_what_travels_in_bf16_takes_half_the_bytes_over_the_links_of_pairs():
+    part = Stated(10**9, 0, tp=4, token_bytes=8192, by_layer=True)
+    axes = {"tp": Axis(4, NEAR), "dp_cp": Axis(8, NEAR, FAR), "expt_dp": Axis(2, FAR), "embd": Axis(2, FAR)}
+    exact, rounded = (
+        table_from_work({"part": part}, H100, row_bytes=4096, axes={"part": axes}, sent=sent).parts["part"]
+        for sent in (4, 2)
+    )
+    sizes = {axis: of.ranks for axis, of in axes.items()}
+    scattered = [one for one in part.reduction(sizes) if one.kind == "reduce_scatter"]
+    exchanged = [one for one in part.reduction(sizes, 2) if one.kind == "all_to_all"]
+    assert {one.axis for one in scattered} == {"dp_cp", "expt_dp"}
+    assert exchanged == [replace(one, kind="all_to_all", bytes=one.bytes // 2) for one in scattered]
+    saved = collectives_ns(scattered, axes) - sum(FAR.message_ns(one.bytes) * one.calls for one in exchanged)
+    assert exact.reduce_ns - rounded.reduce_ns == saved
+    assert (exact.gather_ns, exact.pieces) == (rounded.gather_ns, rounded.pieces)
+    assert exact.pieces == sum(one.calls for one in scattered)
+    apart = table_from_work({"part": part}, H100, 4096, axes={"part": axes}, overlaps=False).parts["part"]
+    assert apart == replace(exact, pieces=1)
+
+
 def test_a_table_says_what_a_forward_keeps():
     _, table = divided(NEAR)
     assert table.parts["part"].kept_bytes(100) == 300

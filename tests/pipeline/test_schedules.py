@@ -409,6 +409,26 @@ def test_a_reduction_behind_the_last_backward_leaves_its_last_pieces(shape, sing
     assert step(50, 10, ()) == free + 50
 
 
+@pytest.mark.parametrize("shape", [Shape(1), Shape(1, tp=2, party=2)])
+@pytest.mark.parametrize("single_fifo", [False, True])
+def test_an_encoder_is_reduced_behind_its_own_last_backward(shape, single_fifo):
+    def step(reduce_ns: int, pieces: int, last: str = "image") -> int:
+        work = [Work(name, 2, (0,), (2,)) for name in ("audio", "image")]
+        domain = make_plan(shape, 3, work, "encode_first", (*{"audio", "image"} - {last},)).domain
+        costs = {
+            last: work_cost(0, 0, 100, reduce_ns=reduce_ns, pieces=pieces, forward_talk=Talk(fixed_ns=7))
+        }
+        parts = {name: work_cost(0, 0, 100) for name in ("llm/0", "audio", "image")} | costs
+        table_ = CostTable(0, parts, Links(FREE, FREE), 0, COMPONENTS)
+        return simulate(domain, table_, single_fifo).makespan_ns
+
+    free = step(0, 10)
+    assert step(50, 10) == free + 10
+    assert step(1000, 10) == free + 1000 - 160
+    assert step(50, 1) == free + 50
+    assert step(50, 10, "audio") == step(0, 10, "audio") + 10
+
+
 @pytest.mark.parametrize("issue_ns", [0, 3])
 def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting(issue_ns):
     work = [Work("image", m, (0, 1), (2,)) for m in range(3)]
