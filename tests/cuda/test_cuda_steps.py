@@ -96,3 +96,12 @@ def test_partitions_are_gathered_and_scattered_without_a_wait(gpu: FakeGPU, fold
         assert not unexpected(found.findings)
         assert not found.unknown
         assert ("llm partition", "reduce_scatter") in found.footprint.traffic
+
+
+def test_gradients_in_bf16_are_rounded_and_summed_in_the_order_of_streams(gpu: FakeGPU, folder: Path) -> None:
+    more = ["train.mixed_precision_reduce=bf16", "train.precision=bf16", "model.llm.layers=2"]
+    found = gpu.run(run_line, overrides(folder / "mixed", folder / "run", *more), 2, 1)
+    assert not unexpected(found.findings)
+    assert not found.unknown
+    assert {collective for _, collective in found.footprint.traffic} >= {"all_to_all", "all_gather"}
+    assert not any(collective == "reduce_scatter" for _, collective in found.footprint.traffic)
