@@ -4,11 +4,11 @@
 
 Inputs are bf16, as in training. Attention: heads of 64 to 128, and 72 and 20, which kernels lack or fill up;
 causal and not, windows, grouped queries, and rows that are a part of their context. What is between the
-products of a layer runs by kernels in Triton where there are any, in fp64 by torch. Each row is the largest
-relative error ‖a − b‖ / ‖b‖ of the output and of the gradients, and what is allowed. Long attention, products
-and operators of a layer are timed, too, 20 times after 5, the median. Small shapes with --quick. The last
-line is JSON; the exit code is 1 where an error is beyond what is allowed. figures.json of FOLDER has each row
-as soon as it is known.
+products of a layer, and AdamW, run by kernels in Triton where there are any, in fp64 by torch. Each row is
+the largest relative error ‖a − b‖ / ‖b‖ of the output and of the gradients, and what is allowed. Long
+attention, products, operators of a layer and AdamW are timed, too, 20 times after 5, the median. Small shapes
+with --quick. The last line is JSON; the exit code is 1 where an error is beyond what is allowed. figures.json
+of FOLDER has each row as soon as it is known.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from infra.run_folder import write_json
+from ops.adamw import adamw
 from ops.attention import make_tile_packing, packed_attention
 from ops.device import select_device
 from ops.gates import FUNCTIONS, biased, gated, let_through
@@ -255,6 +256,48 @@ def layer_rows(device: torch.device, unit: int) -> Iterator[Row]:
             yield row("sum with a bias", shape, with_bias, stream, stream, (width,))
 
 
+def updated(device: torch.device, numbers: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[Any]]:
+    """Tensors of a shard of two parameters, of which the second decays, with moments of a type: weights,
+    gradients, moments, weights in bf16; and what else an update takes.
+    """
+    main, grad, exp_avg, exp_avg_sq = torch.randn(4, numbers, device=device)
+    tensors = [main, grad, exp_avg.to(dtype), exp_avg_sq.square().to(dtype), main.bfloat16()]
+    runs = torch.tensor([[0, numbers // 3], [numbers // 3, numbers]], device=device)
+    decays, counts = torch.tensor([0.0, 0.1], device=device), torch.full((2,), 3.0, device=device)
+    ones = torch.ones(2, device=device)
+    return tensors, [runs, decays, counts, ones[0], ones[1], 1e-2, 0.9, 0.999, 1e-8]
+
+
+def update_rows(device: torch.device, numbers: int) -> Iterator[Row]:
+    """An update with moments of either type, its weights and its moments."""
+    for dtype in (torch.float32, BF16):
+        tensors, given = updated(device, numbers, dtype)
+        weight, grad, first, second = (x.double() for x in tensors[:4])
+        decay = torch.where(torch.arange(numbers, device=device) < numbers // 3, 0.0, 0.1)
+        first, second = 0.9 * first + 0.1 * grad, 0.999 * second + 0.001 * grad**2
+        step = first / (1 - 0.9**3) / ((second / (1 - 0.999**3)).sqrt() + 1e-8)
+        exact = weight * (1 - 1e-2 * decay) - 1e-2 * step
+        adamw(*tensors, *given)
+        for what, found, of, allowed in (
+            ("weights", tensors[:1], [exact], SUMMED),
+            ("weights in bf16", tensors[4:], [exact], ROUNDED),
+            ("moments", tensors[2:4], [first, second], ROUNDED if dtype is BF16 else SUMMED),
+        ):
+            error = relative(found, of)
+            shape = f"{numbers} numbers, moments in {dtype}"
+            yield {"what": f"AdamW, {what}", "shape": shape, "error": error, "allowed": allowed}
+
+
+def update_times(device: torch.device, numbers: int) -> Iterator[Row]:
+    """Bytes a second that an update moves."""
+    for dtype in (torch.float32, BF16):
+        tensors, given = updated(device, numbers, dtype)
+        seconds = took(device, lambda tensors=tensors, given=given: adamw(*tensors, *given))
+        moved = numbers * (3 * 4 + 4 * dtype.itemsize + BF16.itemsize)
+        shape = f"{numbers} numbers, moments in {dtype}"
+        yield {"what": "AdamW", "shape": shape, "ms": seconds * 1e3, "GB/s": moved / seconds / 1e9}
+
+
 def moved_rows(device: torch.device, tokens: int) -> Iterator[Row]:
     """Bytes a second that operators of a layer of an 8B move, forward and backward."""
     table = rotary_table(torch.arange(tokens, device=device), 128, 5e5, BF16)
@@ -341,7 +384,9 @@ def main() -> int:
         ("checked", attention_rows(device, min(unit, 256))),
         ("checked", other_rows(device, unit)),
         ("checked", layer_rows(device, unit)),
+        ("checked", update_rows(device, 100 * unit + 1)),
         ("timed", moved_rows(device, 32 * unit if device.type == "cuda" else 8)),
+        ("timed", update_times(device, 100_000 * unit if device.type == "cuda" else 1000)),
         ("timed", timed_rows(device, min(unit, 256) if device.type == "cuda" else 8)),
     )
     for key, rows in sources:

@@ -43,6 +43,7 @@ TRACES = ("balanced", "longtail", "shift")
 SAMPLES = 256
 RECOMPUTE = ("none", "none", "selective", "full")
 NORM = ("RMSNorm", "LayerNorm")
+MOMENTS = ("fp32", "bf16")
 FROZEN = ("", "", "", "image: {frozen: [[1, 9]]}", "llm: {frozen: [[1, 9]]}")
 # Sections whose policy is drawn by itself; placement and schedule decide what else is drawn.
 SECTIONS = ("llm_sp", "encoder_sp", "boundary", "balance", "deal", "packing", "pairing")
@@ -85,6 +86,7 @@ def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
     keys += [f"data.step_samples={rng.randint(4, 8) * dp}"]
     frozen = rng.choice(FROZEN)
     keys += [f"+optim.components={{{frozen}}}"] if frozen else []
+    keys += [f"optim.moments_dtype={rng.choice(MOMENTS)}"]
     return Case(math.prod(sizes) + beside, rng.choice(TRACES), tuple(keys))
 
 

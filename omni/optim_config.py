@@ -46,6 +46,8 @@ def _are_spans(frozen: Any) -> bool:
 class OptimConfig:
     """AdamW and its schedule: linear warm-up, then cosine or WSD (stable, then linear decay) to `min_lr`.
 
+    `moments_dtype` is that of both moments as they are kept; what is computed with them is in fp32. In bf16
+    they take half of the memory, and are rounded so that their mean stays (`ops/adamw.py`).
     `max_skipped` steps in a row without an update, because their gradient norm was not finite, end the run.
     """
 
@@ -58,6 +60,7 @@ class OptimConfig:
     beta2: float = 0.95
     eps: float = at_least(1e-20, 1e-8)
     weight_decay: float = at_least(0, 0.1)
+    moments_dtype: str = one_of(("fp32", "bf16"), "fp32")
     clip: float = at_least(0, 1.0)
     max_skipped: int = at_least(1, 10)
     components: dict[str, Any] = field(default_factory=dict)

@@ -18,7 +18,8 @@ REPLICAS, EXPERT_REPLICAS, PARTITION_REPLICAS, ENDS = "dp_cp", "expt_dp", "domai
 
 @dataclass(frozen=True)
 class Buckets:
-    """How megatron-core lays parameters into buffers and divides these over data-parallel ranks.
+    """How megatron-core lays parameters into buffers and divides these over data-parallel ranks, which have
+    equal shares of each.
 
     `sizes` are the buckets with their padding, `runs` where each parameter lies: (bucket, start, stop).
     """
@@ -31,13 +32,13 @@ class Buckets:
         """Elements of all buckets."""
         return sum(self.sizes)
 
-    def owned(self, rank: int, ranks: int) -> int:
-        """Elements of parameters that rank number `rank` of `ranks` updates."""
-        owned = 0
+    def updated(self, rank: int, ranks: int) -> int:
+        """How many parameters rank number `rank` of `ranks` has elements of in its shares."""
+        updated = 0
         for bucket, start, stop in self.runs:
             share = self.sizes[bucket] // ranks
-            owned += max(0, min(stop, (rank + 1) * share) - max(start, rank * share))
-        return owned
+            updated += start < (rank + 1) * share and stop > rank * share
+        return updated
 
 
 def least_bucket(replicas: int) -> int:

@@ -23,7 +23,7 @@ from infra.checkpoint import (
 from omni.rank.state import read_state, snapshot, spread_weights
 from parallel.control_of_run import connected
 
-DTYPES = {"F32": np.float32, "U8": np.uint8}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 def save_components(folder: Path, components: Any, names: Any, stage: Any) -> None:
@@ -35,15 +35,15 @@ def save_components(folder: Path, components: Any, names: Any, stage: Any) -> No
     save_checkpoint(storage, run, 1, shard, {}, Keep(1), control)
 
 
-def load_components(folder: Path, components: Any, names: Any, stage: Any) -> None:
-    """Load what `save_components` saved, under any layout."""
+def load_components(folder: Path, components: Any, names: Any, stage: Any, moments: bool = True) -> None:
+    """Load what `save_components` saved, under any layout, without `moments` weights alone."""
     manifest = read_manifest(Storage.at(folder), 1)
 
     def read(rank: int, ranges: Sequence[tuple[str, int, int]]) -> Iterator[Any]:
         with (folder / folder_of(1) / file_of(rank)).open("rb") as file:
             yield from open_shard(manifest, file, file_of(rank)).read(ranges)
 
-    read_state(manifest["index"], read, components, names, stage, dist.get_rank())
+    read_state(manifest["index"], read, components, names, stage, dist.get_rank(), moments)
     spread_weights(components)
 
 
@@ -62,9 +62,9 @@ def tensors_of(file: Path) -> Mapping[str, torch.Tensor]:
     size = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
     return {
-        name: torch.from_numpy(
-            np.frombuffer(data[slice(*of["data_offsets"])], DTYPES[of["dtype"]]).reshape(of["shape"]).copy()
-        )
+        name: torch.from_numpy(np.frombuffer(data[slice(*of["data_offsets"])], np.uint8).copy())
+        .view(DTYPES[of["dtype"]])
+        .reshape(of["shape"])
         for name, of in header.items()
         if name != "__metadata__"
     }

@@ -6,6 +6,7 @@ from omni.planning.cut import told
 from omni.planning.fullest import place
 from omni.planning.memory_advice import GIB, whose
 from omni.planning.run_spec import RunSpec
+from omni.planning.update_time import update_ns
 from omni.rehearsal.estimate import Estimate
 from omni.rehearsal.footprint import Sent
 from pipeline.domain_plan import Chunk, Microbatch
@@ -66,6 +67,8 @@ def _time(spec: RunSpec, found: Estimate) -> Iterator[str]:
     for name, key in _SPENT.items():
         ns = getattr(found.spent, key)
         yield f"    {name:30} {ns / 1e6:10.1f} {ns / whole if whole else 0:10.1%}"
+    update = update_ns(spec, found.plan, found.fullest.rank)
+    yield f"  {'update, which is not in the step':32} {update / 1e6:10.1f}"
     yield from _best(found)
     yield f"  {'tokens/s':32} {found.tokens_per_s():10,.0f}"
     yield f"  {'MFU':32} {found.mfu(spec):10.1%}"

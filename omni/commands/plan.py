@@ -172,6 +172,7 @@ def figures(
     from omni.commands._plan_text import shared
     from omni.planning.cut import cut_of
     from omni.planning.memory_advice import by_component
+    from omni.planning.update_time import update_ns
 
     domain, taken = plan.domain, plan.taken
     return {
@@ -194,6 +195,7 @@ def figures(
         "slowest_domain": found.plan.number,
         "simulated_step_ns": found.timeline.makespan_ns,
         "simulated_ns": {key.removesuffix("_ns"): value for key, value in vars(found.spent).items()},
+        "update_ns": update_ns(spec, found.plan, found.fullest.rank),
         "best_possible_ns": {"these_domains": found.bound.ns, "any_domains": found.any_domain.ns},
         "best_possible_is": found.any_domain.reason,
         "simulated_step_over_best": found.over_best,

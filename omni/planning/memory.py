@@ -5,7 +5,7 @@ of the list and ends with another, so the list is walked with the bytes of what 
 the largest sum. Within a backward pass what was kept is freed layer by layer, faster than gradients grow, so
 its beginning counts, and for the embedding its end. What an op keeps and needs is its part's statement.
 
-Kinds of memory are `weights`, `gradients` (fp32 sums), `optimizer` (fp32 weights and moments), `activations`
+Kinds of memory are `weights`, `gradients` (fp32 sums), `optimizer` (fp32 weights, and moments), `activations`
 (made by forward passes, for their backward), `workspace` (made by backward passes and updates) and `buffers`
 (inputs, messages, scratch). The model is checked against rehearsals: benchmarks/memory_model.py.
 """
@@ -29,6 +29,8 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "workspace", "buffe
 Parts = Counter[tuple[str, str]]
 """Bytes by kind and component; rows on their way between components are of none, ""."""
 BETWEEN = ""
+OF_PARAMETER = 2 * 8 + 4 + 4
+"""Bytes that an update has of a parameter: where it begins and ends, its decay, a count of updates."""
 
 _Key = tuple[str, int, int]
 _Size = tuple[tuple[str, str], int]
@@ -137,35 +139,45 @@ def state_of(spec: Workload, name: str, part: Part, rank: int, *, learns: bool) 
     state, with moments if it `learns` or has learnt.
     """
     held: Parts = Counter()
-    # Main weights for those of half precision, and two moments.
-    copies = (spec.element < FP32) + 2 * learns
+    kept = kept_of_a_weight(spec.element, spec.of_moments, learns=learns)
     held["weights", name] += part.whole_bytes if isinstance(part, LLMPart) else 0
-    held["weights", name] += sum(weight.elements for weight in part.weights() if weight.frozen) * spec.element
-    for laid, ranks in _buckets(spec, name, part, rank):
+    frozen = sum(weight.elements for weight in part.weights() if weight.frozen)
+    held["weights", name] += frozen * spec.element
+    for laid, number, replicas in laid_on(spec, name, part, rank):
         held["weights", name] += laid.total * spec.element
         held["gradients", name] += laid.total * FP32
-        held["optimizer", name] += laid.owned(ranks.index(rank), len(ranks)) * copies * FP32
+        held["optimizer", name] += laid.total // replicas * kept
+        held["optimizer", name] += laid.updated(number, replicas) * OF_PARAMETER
     return held
 
 
-def _buckets(spec: Workload, name: str, part: Part, rank: int) -> Iterator[tuple[Buckets, tuple[int, ...]]]:
-    """Yield the buckets of a part that `rank` holds, with the ranks that each is reduced over."""
+def laid_on(spec: Workload, name: str, part: Part, rank: int) -> Iterator[tuple[Buckets, int, int]]:
+    """Yield the buckets that the parameters of a part lie in which learn, with the number of `rank` among the
+    replicas that share them, and how many these are.
+    """
     weights = part.weights()
     groups = {
         axis: group_of(spec.arrangement, None if name == LLM else name, axis, rank)
         for axis in (REPLICAS, *by_replicas(weights))
     }
-    laid = laid_out(weights, {axis: len(ranks) for axis, ranks in groups.items()})
-    yield from ((of, groups[axis]) for axis, of in laid.items())
+    for axis, laid in laid_out(weights, {axis: len(ranks) for axis, ranks in groups.items()}).items():
+        yield laid, groups[axis].index(rank), len(groups[axis])
+
+
+def kept_of_a_weight(element: int, of_moments: int, *, learns: bool) -> int:
+    """Bytes that AdamW keeps of a weight of `element` bytes: one in fp32, where that is less, and two
+    moments, if it `learns` or has learnt.
+    """
+    return (element < FP32) * FP32 + 2 * learns * of_moments
 
 
 def _rounding(spec: Workload, work: RankWork, op: Op) -> Iterator[tuple[_Size, ...]]:
     """Yield what rounding a bucket of gradients takes for a moment, or adding up what arrived of it."""
     name = (LLM, *spec.encoders)[op.index]
-    for laid, ranks in _buckets(spec, name, work.components[name][op.part], work.rank):
-        if len(ranks) > 1:
+    for laid, _, replicas in laid_on(spec, name, work.components[name][op.part], work.rank):
+        if replicas > 1:
             most = max(laid.sizes)
-            size = most * spec.sent if op.kind is Kind.REDUCE else most // len(ranks) * FP32
+            size = most * spec.sent if op.kind is Kind.REDUCE else most // replicas * FP32
             yield ((("workspace", name), size),)
 
 

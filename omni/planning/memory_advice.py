@@ -7,6 +7,7 @@ from omni.models.llm import NAME as LLM
 from omni.planning.memory import BETWEEN, by_kind
 from omni.planning.run_spec import RunSpec
 from parallel.layout import MOST_ZERO
+from parallel.work import FP32
 
 GIB = 1 << 30
 STATE = ("weights", "gradients", "optimizer")
@@ -45,7 +46,8 @@ def remedy(spec: RunSpec, parts: Parts, most: int) -> str:
     whole = sum(parts.values())
     state = by_component(parts, *STATE)
     if 2 * sum(state.values()) > whole:
-        return _less_state(spec, next(iter(state)))
+        fullest = next(iter(state))
+        return _less_state(spec, fullest, 4 * parts.get(("optimizer", fullest), 0) > state[fullest])
     said, left = [], whole
     for name, size in by_component(parts, *PASSES).items():
         said.append(_less_of_llm(spec) if name == LLM else _less_of_encoder(spec, name))
@@ -55,15 +57,18 @@ def remedy(spec: RunSpec, parts: Parts, most: int) -> str:
     return " ".join(said)
 
 
-def _less_state(spec: RunSpec, component: str) -> str:
-    """The remedy where what is kept for each parameter of a component fills memory."""
+def _less_state(spec: RunSpec, component: str, of_optimizer: bool) -> str:
+    """The remedy where what is kept for each parameter of a component fills memory, much of it for AdamW if
+    it is `of_optimizer`.
+    """
     sizes, ranks, dp = spec.config.layout.llm, spec.arrangement.world, spec.arrangement.llm.dp
+    moments = ", or set optim.moments_dtype=bf16" if of_optimizer and spec.of_moments == FP32 else ""
     if component == LLM:
         stage = spec.arrangement.llm.zero
         zero = f"layout.llm.zero={stage}, " if stage < MOST_ZERO and dp > 1 else ""
-        return f"Raise {zero}layout.llm.tp={sizes.tp} or pp={sizes.pp}, or launch.ranks={ranks}."
+        return f"Raise {zero}layout.llm.tp={sizes.tp} or pp={sizes.pp}, or launch.ranks={ranks}{moments}."
     tp = spec.arrangement.encoder_tp[component]
-    return f"Raise layout.encoders.{component}.tp={tp}, or launch.ranks={ranks}."
+    return f"Raise layout.encoders.{component}.tp={tp}, or launch.ranks={ranks}{moments}."
 
 
 def _less_of_llm(spec: RunSpec) -> str:

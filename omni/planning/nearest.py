@@ -20,6 +20,7 @@ from omni.models.llm import llm_work
 from omni.planning.choice import DOMAIN, RECOMPUTE, ZERO, Keys, text_of, with_keys
 from omni.planning.fullest import Peak, fullest_rank
 from omni.planning.layouts import check_layout, resolve_layout
+from omni.planning.memory import kept_of_a_weight
 from omni.planning.memory_advice import GIB
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
@@ -114,11 +115,11 @@ def _of_llm(spec: RunSpec, keys: Keys) -> float:
         return inf
     layout, tokens = arrangement.llm, config.data.pass_tokens // arrangement.llm.cp
     parts = llm_work(config.model.llm, spec.tokenizer.vocab_size, layout, spec.element, arrangement.pool)
-    held, copies = [], FP32 * (2 + (spec.element < FP32))
+    held, of_weight = [], kept_of_a_weight(spec.element, spec.of_moments, learns=True)
     for part, passes in ((parts[0], layout.pp), (parts[-1], 1)):
         replicas = {True: arrangement.num_domains, False: layout.dp}
         learns = (w for w in part.weights() if not w.frozen)
-        optimizer = copies * sum(w.elements / replicas[w.partition] for w in learns)
+        optimizer = of_weight * sum(w.elements / replicas[w.partition] for w in learns)
         kept = part.forward(full_load(part, tokens)).kept
         held.append(_state(spec.element, part) + optimizer + passes * kept)
     return max(held)

@@ -145,11 +145,11 @@ def _resolve(
         under = framework, data.pass_tokens // arrangement.llm.cp
     work = part_work(llm, encoders, tokenizer.vocab_size, arrangement, element)
     stages = stages_of(config.optim, config.stages, config.train.steps)
-    learns_from = first_steps(stages, (LLM, *encoders))
     sent = dtype_of(config.train.mixed_precision_reduce).itemsize
-    row_bytes, overlaps = llm.hidden * element, config.train.overlap_buckets
-    workload = Workload(arrangement, encoders, work, cluster, row_bytes, element, sent, learns_from)
-    table = cost_table(work, encoders, arrangement, cluster, row_bytes, under, sent, overlaps)
+    moments = first_steps(stages, (LLM, *encoders)), dtype_of(config.optim.moments_dtype).itemsize
+    workload = Workload(arrangement, encoders, work, cluster, llm.hidden * element, element, sent, *moments)
+    overlaps = config.train.overlap_buckets
+    table = cost_table(work, encoders, arrangement, cluster, workload.row_bytes, under, sent, overlaps)
     share = partial(sharing_of, llm, data.pass_tokens, policies, encoders, arrangement, cluster, element)
     domain = _domain_planner(
         workload,

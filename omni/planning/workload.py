@@ -13,8 +13,8 @@ from parallel.work import Part
 class Workload:
     """The parts of the LLM and the encoders, by name, with their statements of `work`, on the ranks of an
     `arrangement` of a cluster. A row of the LLM takes `row_bytes`, a number `element` bytes, and one of a
-    gradient `sent` bytes on its way to another replica. `learns_from` is
-    the first step in which a component learns: from then on it has moments, also while it is frozen.
+    gradient `sent` bytes on its way to another replica. `learns_from` is the first step in which a component
+    learns: from then on it has moments, also while it is frozen, of `of_moments` bytes a number.
     """
 
     arrangement: Arrangement
@@ -25,3 +25,4 @@ class Workload:
     element: int
     sent: int
     learns_from: Mapping[str, int]
+    of_moments: int

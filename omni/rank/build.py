@@ -21,7 +21,7 @@ from omni.rank.inputs import Assembler, Place
 from omni.rank.optimizer import ComponentOptimizer, JointOptimizer
 from omni.rank.part_buckets import FRONT
 from omni.rank.sharded_adamw import attend_optimizer_setup
-from omni.rank.state import MOMENTS, Names, owned
+from omni.rank.state import Names
 from ops.device import dtype_of
 from parallel.copies import Copy
 from parallel.groups import Groups, make_groups
@@ -76,14 +76,8 @@ class Rank:
         """Return what this rank's optimizers keep from update to update, and no other rank has: moments, and
         weights in fp32 where the model's own are of another type.
         """
-        found: list[torch.Tensor] = []
-        for name, component in self.components.items():
-            own = {parameter.untyped_storage().data_ptr() for parameter in component.parameters}
-            for shard in owned(component, self.names[name]):
-                found += [shard.adam[moment] for moment in MOMENTS if moment in shard.adam]
-                if shard.main.untyped_storage().data_ptr() not in own:
-                    found.append(shard.main)
-        return [tensor for tensor in found if tensor.numel()]
+        shares = (shares for component in self.components.values() for shares in component.shares.values())
+        return [tensor for own in shares for tensor in own.kept() if tensor.numel()]
 
 
 def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> Callable[[], None]:

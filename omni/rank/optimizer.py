@@ -10,13 +10,11 @@ passes: component by component, the LLM last, bucket by bucket (`part_buckets.py
 a layer when its weights have arrived, and whatever else reads weights calls `arrive` first.
 """
 
-import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +25,7 @@ from omni.models.llm import NAME as LLM
 from omni.models.partition_modules import forget_whole
 from omni.optim_config import OptimConfig
 from omni.planning.optim_schedule import Stages, frozen_at, rate_at
+from omni.rank.bucket_shares import BucketShares, main_weights_of
 from omni.rank.part_buckets import PartBuckets, in_flight
 from omni.rank.sharded_adamw import sharded_adamw
 from omni.rank.totals import StepSums, StepTotals
@@ -73,6 +72,8 @@ class ComponentOptimizer:
             partitions = [parameter for parameter in self.learning if partition_of(parameter) is not None]
             divided, more = sharded_adamw(name, modules, partitions, _of_partitions(groups), config)
             self.optimizers += more
+        # One of megatron's has nothing where no layer of a stage has experts.
+        self.shares = {own: BucketShares(own, config) for own in self.optimizers if own.buffers}
         self.buckets = {
             part: PartBuckets(ddp, divided.get(part), layers.get(part, ()), sent)
             for part, ddp in wrapped.items()
@@ -101,24 +102,25 @@ class ComponentOptimizer:
             ddp.zero_grad_buffer()
 
     def main_weights(self) -> dict[torch.nn.Parameter, tuple[Any, torch.nn.Parameter]]:
-        """Return, for each parameter that this rank has a shard of, its optimizer and the shard's weights.
+        """Return, for each parameter that this rank has a shard of, its optimizer and the shard's weights."""
+        return {
+            parameter: (optimizer, main)
+            for optimizer in self.optimizers
+            for parameter, main in main_weights_of(optimizer).items()
+        }
 
-        megatron's own numbering of them is that of its buffers, which differs from the optimizer's where a
-        module has parameters of two dtypes.
-        """
-        found = {}
-        for o in self.optimizers:
-            for models, mains in (
-                (o.model_float16_groups, o.shard_fp32_from_float16_groups),
-                (o.model_fp32_groups, o.shard_fp32_groups),
-            ):
-                pairs = zip(chain(*models), chain(*mains), strict=True)
-                found.update({parameter: (o, main) for parameter, main in pairs})
-        return found
+    def state_of(self, main: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return AdamW's state of a shard of fp32 weights, made anew where there is none."""
+        shares = next(
+            self.shares[o] for o in self.optimizers if any(main is own for own in o.get_parameters())
+        )
+        shares.begin()
+        return shares.state[main]
 
-    def owner_of_main(self, main: torch.Tensor) -> Any:
-        """Return the optimizer that updates a shard of fp32 weights."""
-        return next(o for o in self.optimizers if any(main is p for p in o.get_parameters()))
+    def forget_state(self) -> None:
+        """Let AdamW begin anew."""
+        for shares in self.shares.values():
+            shares.forget()
 
     def reduce(self, part: int) -> Callable[[], None]:
         """Start to sum the gradients of a part over the ranks that hold it. What is returned waits for that;
@@ -217,25 +219,12 @@ class ComponentOptimizer:
             grads += optimizer.get_main_grads_for_grad_norm()
         return grads
 
-    def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply this rank's shards of the summed gradients by a number, or one [] on the device."""
-        grads = [p.grad for o in self.optimizers for p in o.get_parameters() if p.grad is not None]
-        if grads:
-            torch._foreach_mul_(grads, factor)
-
-    def update(self, lr: float, skip: torch.Tensor | None = None) -> None:
-        """Take one AdamW step with the prepared gradients, or change nothing if `skip` [], on the device, is
-        1, and start to gather the new weights.
+    def update(self, lr: float, factor: torch.Tensor, sound: torch.Tensor) -> None:
+        """Take one AdamW step with the summed gradients times `factor`, or change nothing if `sound` is 0 and
+        not 1, and start to gather the new weights. Both are fp32, [], on the device.
         """
-        with contextlib.ExitStack() as stack:
-            # Without this each optimizer would gather all weights, and wait for them.
-            for ddp in self._buffers():
-                stack.enter_context(in_flight(ddp))
-            for optimizer in self.optimizers:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                optimizer.optimizer.found_inf = skip  # torch's fused AdamW reads it there
-                optimizer.step_with_ready_grads()
+        for shares in self.shares.values():
+            shares.update(lr, factor, sound)
         self.gather_weights()
 
     def set_trainable(self, trainable: bool) -> None:
@@ -332,8 +321,7 @@ class JointOptimizer:
         training = [name for name in self.components if name not in self.frozen]
         # The LLM last: its weights are gathered while encoders run.
         for name in sorted(training, key=lambda name: name == LLM):
-            self.components[name].scale(factor)
-            self.components[name].update(self.learning_rate(name, step), 1 - sound)
+            self.components[name].update(self.learning_rate(name, step), factor, sound)
         return sound
 
     def learning_rate(self, name: str, step: int) -> float:

@@ -131,7 +131,6 @@ def _adamw(
         inner = type(optimizer.optimizer)
         assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
         for group in optimizer.param_groups:
-            # megatron leaves both to its training script: without this, norms and biases would decay.
+            # megatron leaves this to its training script: without it, norms and biases would decay.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            group["fused"] = True
     return optimizers

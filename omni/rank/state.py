@@ -4,7 +4,8 @@ Each rank saves the shards it owns: for every parameter, by its canonical name, 
 moments of an interval of the elements of its region. Copies that tensor-parallel ranks or those of the first
 and last part hold alike are saved once, so together the ranks' files hold each element of each parameter
 once. Loading reads whatever elements a rank needs from whichever files have them, so a checkpoint loads under
-any layout; under its own layout it is exact to the bit.
+any layout; under its own layout it is exact to the bit. Moments are saved as they are kept, in fp32 or bf16:
+where a run keeps those of a checkpoint in bf16 that had them in fp32, they are rounded to the nearest, once.
 
 The index says what every file holds, so a rank opens those alone that have something for it, and reads of
 them what it needs.
@@ -22,14 +23,14 @@ from infra.shard_file import CheckpointError, Shard, pack
 from omni.models.adapters import A, B
 from omni.models.llm_stage import LLMStage
 from omni.models.regions import Numbering, Region, all_parameters
+from omni.rank.bucket_shares import MOMENTS
 from omni.rank.optimizer import ComponentOptimizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 BUFFERS = "buffers"
 CPU_RNG, CUDA_RNG = "rng/cpu", "rng/cuda"
 _SIZE = 4  # bytes of an fp32 element
 DTYPES = {4: torch.float32, 2: torch.bfloat16}
-"""Of weights in files, by bytes of an element."""
+"""Of weights and of moments in files, by bytes of an element."""
 Names = Mapping[str, Mapping[int, Numbering]]
 """For each component and each of its parts on this rank, what its canonical names need."""
 Index = Sequence[Mapping[str, Any]]
@@ -64,7 +65,9 @@ def snapshot(
             key = f"{component}/{shard.name}"
             trained = MOMENTS[0] in shard.adam
             size = shard.main.element_size()
-            pieces[key] = Piece(shard.region, shard.start, shard.main.numel(), trained, size).plain()
+            of_moments = shard.adam[MOMENTS[0]].element_size() if trained else _SIZE
+            piece = Piece(shard.region, shard.start, shard.main.numel(), trained, size, of_moments)
+            pieces[key] = piece.plain()
             tensors[f"{key}/main"] = shard.main.detach()
             if trained:
                 tensors |= {f"{key}/{moment}": shard.adam[moment] for moment in MOMENTS}
@@ -94,8 +97,7 @@ def read_state(
     wanted: dict[int, list[Wanted]] = defaultdict(list)  # by the rank whose file has it
     pieces = pieces_of(index)
     for component, optimizer in components.items():
-        for inner, whole in optimizer.main_weights().values():
-            inner.optimizer.state.pop(whole, None)
+        optimizer.forget_state()
         trained: dict[torch.Tensor, bool] = {}
         for shard in owned(optimizer, names[component]):
             if component in drawn and shard.name.endswith((A, B)):
@@ -130,7 +132,8 @@ def spread_weights(components: Mapping[str, ComponentOptimizer]) -> None:
 @dataclass(frozen=True)
 class Piece:
     """What a file holds of one parameter: `count` elements from `start` of a flattened region, with AdamW's
-    state if it is `trained`. Its elements have `size` bytes: 4 of fp32, 2 of bf16.
+    state if it is `trained`. Its elements have `size` bytes, 4 of fp32 or 2 of bf16, and those of moments
+    `of_moments`.
     """
 
     region: Region
@@ -138,24 +141,27 @@ class Piece:
     count: int
     trained: bool
     size: int = _SIZE
+    of_moments: int = _SIZE
 
     def plain(self) -> list[Any]:
         """Return it in plain values, for the manifest; what came last is left out where it is as it was."""
-        region, size = self.region, [self.size] * (self.size != _SIZE)
-        return [region.shape, region.dim, region.runs, self.start, self.count, int(self.trained), *size]
+        region, sizes = self.region, [self.size, self.of_moments]
+        while sizes and sizes[-1] == _SIZE:
+            sizes.pop()
+        return [region.shape, region.dim, region.runs, self.start, self.count, int(self.trained), *sizes]
 
     @classmethod
     def of(cls, plain: Sequence[Any]) -> Self:
         """Read what `plain` made."""
-        shape, dim, runs, start, count, trained, *size = plain
-        return cls(Region(tuple(shape), dim, tuple(map(tuple, runs))), start, count, bool(trained), *size)
+        shape, dim, runs, start, count, trained, *sizes = plain
+        return cls(Region(tuple(shape), dim, tuple(map(tuple, runs))), start, count, bool(trained), *sizes)
 
 
 @dataclass(frozen=True)
 class Wanted:
     """Bytes [start, stop) of a tensor in a file, and where they go: for each of `runs`, (place in `target`,
     place in what was read, length), counted in elements. `target` is flat; what is read has numbers of
-    `dtype`, that of `target` if None.
+    `dtype`, that of `target` if None, and they are rounded to the nearest of its own.
     """
 
     tensor: str
@@ -258,7 +264,7 @@ def _want_shard(
     targets = {"main": shard.main}
     step: torch.Tensor | None = None
     if shard.learns and moments and trained == {True}:
-        adam = _made_state(optimizer.owner_of_main(shard.whole), shard.whole)
+        adam = optimizer.state_of(shard.whole)
         step = adam["step"]
         targets |= {moment: adam[moment].view(-1)[shard.at] for moment in MOMENTS}
     covered = 0
@@ -274,21 +280,13 @@ def _want_shard(
         low, high = min(there for _, there, _ in runs), max(there + length for _, there, length in runs)
         runs = [(here, there - low, length) for here, there, length in runs]
         for name, target in targets.items():
-            size, dtype = (piece.size, DTYPES[piece.size]) if name == "main" else (_SIZE, None)
-            wanted[holder].append(Wanted(f"{key}/{name}", low * size, high * size, target, runs, dtype))
+            size = piece.size if name == "main" else piece.of_moments
+            wanted[holder].append(
+                Wanted(f"{key}/{name}", low * size, high * size, target, runs, DTYPES[size])
+            )
     if missing := len(targets["main"]) - covered:
         raise CheckpointError(f"{key}: {missing} of its elements are not in the checkpoint")
     return trained == {True}
-
-
-def _made_state(inner: Any, whole: torch.Tensor) -> dict[str, torch.Tensor]:
-    """AdamW's state of one of its parameters, made anew where it was forgotten."""
-    states: dict[torch.Tensor, dict[str, torch.Tensor]] = inner.optimizer.state
-    if whole not in states:
-        # A step of its own for every parameter: a shared one would count every step many times.
-        step = torch.zeros((), dtype=torch.float32, device=whole.device)
-        states[whole] = {"step": step, **{moment: torch.zeros_like(whole) for moment in MOMENTS}}
-    return states[whole]
 
 
 def _want_buffers(

@@ -28,7 +28,7 @@ _NAMES = """
     _softmax_backward_data nll_loss_forward native_layer_norm _fused_rms_norm addmm addmm_ baddbmm
     baddbmm_ bmm convolution mm
     gated gated_backward biased let_through let_through_backward norm add_norm norm_add with_bias heads
-    logit_sums logit_gradients
+    logit_sums logit_gradients adamw
 """
 _ONE = frozenset(_NAMES.split())
 _BLOCKS, _CHUNK = 320, 65_536  # MultiTensorApply.cuh, with 4 KB for the arguments of a kernel

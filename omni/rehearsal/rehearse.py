@@ -254,10 +254,8 @@ def classify(own: Rank, inputs: StepInputs, meter: Meter) -> None:
     mapped(inputs, note)
     meter.adopt(found, "buffers")
     for component in own.components.values():
-        for optimizer in component.optimizers:
-            meter.adopt((main.detach() for main in optimizer.get_parameters()), "optimizer")
-            for state in optimizer.optimizer.state.values():
-                meter.adopt((x for x in state.values() if isinstance(x, torch.Tensor)), "optimizer")
+        for shares in component.shares.values():
+            meter.adopt(shares.tensors(), "optimizer")
         meter.adopt((vars(parameter)["main_grad"] for parameter in component.learning), "gradients")
         meter.adopt(component.parameters, "weights")
 

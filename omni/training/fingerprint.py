@@ -18,9 +18,11 @@ from omni.optim_config import OF_STAGE
 from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec
 
-# Keys that decide only memory and time, when to give up, or where other keys come from.
+# Keys that decide only memory and time, when to give up, where other keys come from, or how moments are
+# rounded from here on.
 _FREE = re.compile(
-    r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute|optim\.max_skipped"
+    r"model\.llm\.(recompute|loss_chunk)|model\.encoders\.[^.]+\.recompute"
+    r"|optim\.(max_skipped|moments_dtype)"
     r"|data\.microbatch_tokens|model\.from_folder"
 )
 # Keys that came after the first checkpoints: at these values, the model is what it was without them.

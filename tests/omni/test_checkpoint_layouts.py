@@ -88,6 +88,11 @@ MODELS = {
         PP2_EP2,
         {"tp2 ep4": TP2_EP4, "cp2 ep2": (2, ["layout.llm.cp=2", "layout.llm.ep=2"])},
     ),
+    "moments bf16": Model(
+        (MOE, "train.precision=bf16", "optim.moments_dtype=bf16"),
+        PP2_EP2,
+        {"tp2 ep4": TP2_EP4, "zero2 pp2 ep2": (4, ["layout.llm.zero=2", *PP2_EP2[1]])},
+    ),
 }
 LONGER = {"tp4", "cp2 tp2", "dp3", "beside pp2+2", "stage0 pp3"}
 MOVES = [
@@ -115,7 +120,7 @@ def _train(rank: int, config: Config, world: int) -> list[dict[str, torch.Tensor
     trainer.run()
 
     def held(shard: Owned, key: str) -> torch.Tensor:
-        return shard.main if key == "main" else shard.adam[key]
+        return shard.main if key == "main" else shard.adam[key].float()
 
     return [collect(trainer, partial(held, key=key)) for key in STATE]
 
@@ -186,7 +191,7 @@ def _place(
     for key in STATE:
         whole = parameter.setdefault(key, torch.full((numbers.numel(),), torch.nan))
         assert whole[places].isnan().all(), "saved twice"
-        whole[places] = shard[key].flatten()
+        whole[places] = shard[key].flatten().float()
     step = parameter.setdefault("step", shard["step"])
     assert step == shard["step"] == 2.0
 

@@ -227,7 +227,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
     component.tie()
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
     gradients = [placed(shard, shard.grad) for shard in owned(component, built.names["llm"])]
-    component.update(0.01)
+    component.update(0.01, torch.ones(()), torch.ones(()))
     component.arrive()
     stage.balance_experts(True)
     save_components(Path(folder), {"llm": component}, built.names, stage)

@@ -60,12 +60,15 @@ def trained(rank: int, folder: str, world: int) -> dict[str, tuple[float, float]
         vars(parameter)["main_grad"].fill_(1.0 if name == "fine.weight" else 0.0)
     loaded.reduce(0)()
     loaded.gradients()
-    loaded.update(0.5)
+    loaded.update(0.5, torch.ones(()), torch.ones(()))
     loaded.arrive()
-    return {
-        name: (weights[name], float(p.detach().float().mean()))
-        for name, p in loaded.modules[0].named_parameters()
-    }
+    after = {name: float(p.detach().float().mean()) for name, p in loaded.modules[0].named_parameters()}
+    load_components(Path(folder), {"x": loaded}, names, None, moments=False)
+    assert not any(shard.adam for shard in owned(loaded, names["x"])), "nothing is left of a step"
+    loaded.update(0.5, torch.ones(()), torch.ones(()))
+    assert {float(shard.adam["step"]) for shard in owned(loaded, names["x"])} == {1.0}
+    loaded.arrive()
+    return {name: (weights[name], after[name]) for name in after}
 
 
 def test_parameters_of_two_dtypes_keep_their_names(ranks: RankPool, tmp_path: Path) -> None:

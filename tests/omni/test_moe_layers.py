@@ -205,7 +205,7 @@ def step(rank: int, case: Case, masks: bool = True) -> dict[str, Any]:
     busiest = update_expert_bias(block, groups, case.moe.bias_update_rate)
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
     gradients = [placed(shard, shard.grad) for shard in owned(component, {0: numbering})]
-    component.update(0.01)
+    component.update(0.01, torch.ones(()), torch.ones(()))
     component.arrive()
     weights = [placed(shard, shard.main) for shard in owned(component, {0: numbering})]
     return {
@@ -331,7 +331,7 @@ def two_stages(rank: int) -> dict[str, Any]:
     component.reduce(0)()
     busiest = update_expert_bias(block, groups, 1.0)
     component.gradients()
-    component.update(0.1)
+    component.update(0.1, torch.ones(()), torch.ones(()))
     component.arrive()
     return {
         "moved": all(not torch.equal(before[name], p) for name, p in block.named_parameters()),

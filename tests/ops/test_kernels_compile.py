@@ -97,6 +97,22 @@ def check_biased(capability: int, kinds: list[str], width: int) -> None:
     check(kernels, ["_biased", "_biased_backward", "_add_columns"] * len(kinds), capability)
 
 
+def check_adamw(capability: int) -> None:
+    from ops.adamw import STEPS
+    from ops.kernels import adamw
+
+    main, moment = torch.empty(100_000), torch.empty(100_000, dtype=torch.bfloat16)
+    runs, table = torch.empty(7, 2, dtype=torch.int64), torch.empty(7)
+    with compiled(capability) as kernels:
+        for exp_avg, model in ((main, None), (moment, moment)):
+            tensors = main, main, exp_avg, exp_avg, model, runs[:, 1], table, table, table[0], table[0]
+            adamw.adamw(*tensors, 1e-3, 0.9, 0.95, 1e-8, STEPS)
+    check(kernels, ["_update"] * 2, capability)
+    for kernel in kernels:
+        wide = re.findall(r"(?:ld|st)\.global[\w.:]*\.v4", kernel.asm["ptx"])
+        assert len(wide) >= 6, "a gradient, a weight and moments are read and written four numbers at once"
+
+
 @CAPABILITIES
 @pytest.mark.parametrize("width", [4096, 8192])
 def test_norms(compiling: Callable[..., Any], capability: int, width: int) -> None:
@@ -111,6 +127,11 @@ def test_norms_in_single_precision(compiling: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("sizes", [(8, 4, 128, 64), (16, 1, 72, 36)], ids=["128", "72"])
 def test_heads(compiling: Callable[..., Any], capability: int, sizes: tuple[int, ...]) -> None:
     compiling(check_heads, capability, *sizes)
+
+
+@CAPABILITIES
+def test_adamw(compiling: Callable[..., Any], capability: int) -> None:
+    compiling(check_adamw, capability)
 
 
 @CAPABILITIES
