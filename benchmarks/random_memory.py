@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from omni.compose import compose_config
 from omni.config import Config
@@ -94,7 +95,7 @@ def _llm(rng: random.Random, tp: int, parts: int, ranks: int) -> list[str]:
     """Sizes of an LLM of so many parts, on `ranks` ranks a stage."""
     head, kv_heads = rng.choice((32, 64, 128)), tp * rng.choice((1, 1, 2))
     heads = kv_heads * rng.choice((1, 2, 3))
-    sizes = {
+    sizes: dict[str, Any] = {
         "layers": parts * rng.randint(1, 3) + rng.choice((0, 0, 1)),
         "hidden": heads * head,
         "heads": heads,
@@ -108,6 +109,9 @@ def _llm(rng: random.Random, tp: int, parts: int, ranks: int) -> list[str]:
         "loss_chunk": rng.choice((64, 512, 4096)),
         "recompute": rng.choice(RECOMPUTE),
     }
+    if sizes["recompute"] == "full":
+        sizes["layers"] += parts * rng.choice((0, 3))
+        sizes["offload"] = rng.randint(0, sizes["layers"] // parts - 1)
     sizes |= _heads(rng, sizes["norm"])
     keys = [f"model.llm.{key}={value}" for key, value in sizes.items()]
     if rng.random() < 0.35:
@@ -180,12 +184,14 @@ def verified(spec: RunSpec) -> list[StepPlan]:
 
 
 def deviations(spec: RunSpec, plans: Sequence[StepPlan], rng: random.Random) -> dict[int, tuple[float, str]]:
-    """Rehearse a rank at random and the fullest: by rank, how far the model is off, and where."""
+    """Rehearse a rank at random and the fullest: by rank, how far the model is off, and where. Where it is of
+    what waits on the host, that is by all.
+    """
     found = {}
     for rank in sorted({rng.randrange(spec.arrangement.world), fullest_rank(spec, plans).rank}):
         plan = plans[spec.arrangement.domain(rank)]
         modelled, rehearsed = model_footprint(spec, plan, rank), rehearse(spec, plan, rank).footprint
-        off = modelled.bytes / rehearsed.bytes - 1
+        off = modelled.bytes / rehearsed.bytes - 1 if modelled.host == rehearsed.host else 1.0
         found[rank] = off, f"{rehearsed.bytes / 1e6:.1f} MB at {rehearsed.at}, modelled at {modelled.at}"
     return found
 

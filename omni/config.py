@@ -138,6 +138,7 @@ class EfficiencyConfig:
     memory: float = at_least(1e-6, 1.0)
     node_link: float = at_least(1e-6, 1.0)
     link: float = at_least(1e-6, 1.0)
+    host_link: float = at_least(1e-6, 1.0)
 
 
 @dataclass
@@ -147,9 +148,10 @@ class ClusterConfig:
     `node_link` is inside a node of `ranks_per_node` neighbouring ranks, `link` between nodes and `far_link`
     between rails of `ranks_per_rail` ranks; null: all are on one. `issue_ns` is what a rank that computes
     itself spends on each communication that it issues or takes in. Communicators of a rank run in `queues`,
-    `one` for all or `per_communicator`. `memory_bytes: null` is not checked, `price_per_hour` that of a rank
-    in any currency. `device` is "cpu" or "cuda". `env` are variables that ranks find in their environment
-    there, such as NCCL's.
+    `one` for all or `per_communicator`. `host_link_bytes_per_s` is between a rank's memory and its host's,
+    one way, while all ranks of the node copy; null: not known, and nothing goes there.
+    `memory_bytes: null` is not checked, `price_per_hour` that of a rank in any currency. `device` is "cpu" or
+    "cuda". `env` are variables that ranks find in their environment there, such as NCCL's.
     """
 
     name: str = MISSING
@@ -165,6 +167,7 @@ class ClusterConfig:
     ranks_per_rail: int | None = at_least(1, None)
     far_link_bytes_per_s: int | None = at_least(1, None)
     far_link_latency_ns: int | None = at_least(0, None)
+    host_link_bytes_per_s: int | None = at_least(1, None)
     op_overhead_ns: int = at_least(0)
     launch_ns: int = at_least(0, 0)
     dispatch_ns: int = at_least(0, 0)

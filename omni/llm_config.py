@@ -281,6 +281,10 @@ class LLMConfig:
     and their router. Word embeddings are multiplied by `embedding_scale`. With `lora` adapters of linears
     learn, and nothing else of the LLM.
 
+    What of layers is kept for their backward is decided by `recompute`: all, all but what attention makes, or
+    a layer's input alone. With `full`, `offload` layers of each part, from its second on, have their inputs
+    on the host from their forward to their backward.
+
     What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
     """
 
@@ -319,6 +323,7 @@ class LLMConfig:
     vocab_multiple: int = at_least(1, 8)
     loss_chunk: int = at_least(1, 4096)
     recompute: str = one_of((*RECOMPUTE, "auto"), "none")
+    offload: int = at_least(0, 0)
     moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
 
@@ -335,6 +340,13 @@ class LLMConfig:
             "rotation takes pairs; choose an even number",
         ),
         WINDOWS_STAY,
+        Rule(
+            "offload",
+            lambda own: not own.offload or own.recompute == "full",
+            "with recompute={recompute}: inputs of layers that are made anew go to the host, nothing else; "
+            "what a layer keeps otherwise takes longer to copy than to make anew: set recompute=full, or "
+            "this to 0",
+        ),
         Rule(
             "attention",
             lambda own: own.attention and set(own.attention) <= set(ATTENTION),

@@ -39,7 +39,9 @@ class WorkCost:
     `back_exchanges` times in a backward, each time in and out. What ranks of a layer tell each other
     otherwise takes `forward_talk`, and `input_talk` and `weight_talk` in the two halves of a backward.
     Gathering partitioned matrices and scattering their gradients takes what `moved` says of these three, in
-    nanoseconds, behind compute but for a first layer's. Reducing gradients, once a step, takes `reduce_ns`,
+    nanoseconds, behind compute but for a first layer's. Inputs of `copies` layers go to the host in a forward
+    and come back in a backward, which takes `copy_fs` for a token of each, behind the compute of as many
+    layers, but for `late` of them on the way back. Reducing gradients, once a step, takes `reduce_ns`,
     and gathering updated weights `gather_ns`, in so many `pieces`, each of some layers. A forward keeps
     `kept_token` bytes for each token until its backward.
     """
@@ -51,6 +53,9 @@ class WorkCost:
     input_talk: Talk = Talk()
     weight_talk: Talk = Talk()
     moved: tuple[int, int, int] = (0, 0, 0)
+    copies: int = 0
+    copy_fs: int = 0
+    late: int = 0
     reduce_ns: int = 0
     gather_ns: int = 0
     pieces: int = 1
@@ -90,22 +95,33 @@ class WorkCost:
     def forward_ns(self, tokens: int, squares: int, exchange_ns: int = 0) -> int:
         """Nanoseconds of a forward pass; what a layer exchanges takes `exchange_ns`."""
         compute_ns = self.compute_ns(tokens, squares)
-        return compute_ns + self.talk_ns(tokens, exchange_ns) + self.exposed_ns(compute_ns)
+        return compute_ns + self.talk_ns(tokens, exchange_ns) + self.exposed_ns(tokens, compute_ns)
 
     def backward_ns(self, tokens: int, squares: int, exchange_ns: int = 0, grad: Grad = Grad.BOTH) -> int:
         """Nanoseconds of the backward pass or a half of it. Gradients are exchanged once, whatever they take
         to compute.
         """
         compute_ns = self.compute_ns(tokens, squares, grad)
-        return compute_ns + self.talk_ns(tokens, exchange_ns, grad) + self.exposed_ns(compute_ns, grad)
+        return (
+            compute_ns + self.talk_ns(tokens, exchange_ns, grad) + self.exposed_ns(tokens, compute_ns, grad)
+        )
 
-    def exposed_ns(self, compute_ns: int, grad: Grad | None = None) -> int:
-        """Nanoseconds that a pass which computes for `compute_ns` waits for partitions: those of a layer at
-        least, and what takes longer than compute.
+    def exposed_ns(self, tokens: int, compute_ns: int, grad: Grad | None = None) -> int:
+        """Nanoseconds that a pass over `tokens` which computes for `compute_ns` waits for partitions, those
+        of a layer at least and what takes longer than compute, and for copies to the host or from it.
         """
         forward, input_, weight = self.moved
         ns = {None: forward, Grad.INPUT: input_, Grad.WEIGHT: weight}.get(grad, input_ + weight)
-        return max(ns // max(1, self.exchanges), ns - compute_ns)
+        partitions_ns = max(ns // max(1, self.exchanges), ns - compute_ns)
+        return partitions_ns + self._copied_ns(tokens, compute_ns, grad)
+
+    def _copied_ns(self, tokens: int, compute_ns: int, grad: Grad | None) -> int:
+        """Nanoseconds that a pass waits for copies: each hides behind the compute of one layer."""
+        if grad is Grad.WEIGHT or not self.copies:
+            return 0
+        copy_ns = self.copy_fs * tokens // FS_PER_NS
+        late = self.late if grad else 0
+        return late * copy_ns + (self.copies - late) * max(0, copy_ns - compute_ns // self.exchanges)
 
     def marginal_ns(self, tokens: int, squares: int) -> int:
         """Nanoseconds that more tokens add to a pass: what balancing compares."""
@@ -262,6 +278,9 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int = FP32, overla
         input_talk=input_talk,
         weight_talk=weight_talk,
         moved=(moved[0], moved[1], moved[2]),
+        copies=forward[0].copies,
+        copy_fs=_copy_fs(forward[0], cluster),
+        late=input_[0].late,
         reduce_ns=collectives_ns([one for one in once if one.kind != "all_gather"], axes),
         pieces=sum(reduced) if part.by_layer and overlaps else 1,
         gather_ns=collectives_ns([one for one in once if one.kind == "all_gather"], axes),
@@ -289,6 +308,14 @@ def _law(works: Sequence[Work], cluster: Cluster, square_fs: int, passes: int) -
 def _fs(amount: int, per_s: int) -> int:
     """Femtoseconds that a token's share of what `_REFERENCE` tokens take lasts."""
     return amount * 10**15 // (_REFERENCE * per_s)
+
+
+def _copy_fs(work: Work, cluster: Cluster) -> int:
+    """Femtoseconds that a token's share of one copy to the host lasts."""
+    if not work.copies:
+        return 0
+    assert cluster.host_per_s is not None, "nobody has said how fast copies to the host are"
+    return _fs(work.offloaded // work.copies, cluster.host_per_s)
 
 
 def talks_by_axis(part: Part, axes: Axes) -> tuple[dict[str, Talk], dict[str, Talk], dict[str, Talk]]:

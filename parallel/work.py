@@ -171,7 +171,9 @@ class Work:
     `kept` is what stays in memory for the backward when a forward is done, or for gradients of weights that
     are put off when a backward for inputs is done. `workspace` is the most that a pass needs besides, at a
     moment when all that it finds kept is still there; `last` what the end of a backward needs, when all is
-    freed; `passing` what a forward needs that keeps nothing, as no gradient comes back to it.
+    freed; `passing` what a forward needs that keeps nothing, as no gradient comes back to it. Of what a pass
+    keeps, `offloaded` bytes wait on the host: they go there in a forward and come back in a backward, in so
+    many `copies` for as many layers, `late` of which hide behind no other layer.
     """
 
     flops: int = 0
@@ -185,6 +187,9 @@ class Work:
     frozen_flops: int = 0
     launches: int = 0
     dispatches: int = 0
+    offloaded: int = 0
+    copies: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True)
@@ -347,6 +352,9 @@ def _summed(works: Sequence[Work], workspace: int) -> Work:
         frozen_flops=sum(work.frozen_flops for work in works),
         launches=sum(work.launches for work in works),
         dispatches=sum(work.dispatches for work in works),
+        offloaded=sum(work.offloaded for work in works),
+        copies=sum(work.copies for work in works),
+        late=sum(work.late for work in works),
     )
 
 

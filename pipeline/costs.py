@@ -127,7 +127,8 @@ def measured(
 def _talk_ns(cost: WorkCost, share: Share, grad: Grad | None) -> int:
     """What the layers of a pass communicate, as far as the pass waits for it."""
     compute_ns = cost.compute_ns(share.tokens, share.squares, grad)
-    return cost.talk_ns(share.tokens, share.exchange_ns, grad) + cost.exposed_ns(compute_ns, grad)
+    exposed_ns = cost.exposed_ns(share.tokens, compute_ns, grad)
+    return cost.talk_ns(share.tokens, share.exchange_ns, grad) + exposed_ns
 
 
 def plan_memory(domain: DomainPlan, table: CostTable) -> Kept:

@@ -94,6 +94,11 @@ def _memory(spec: RunSpec, found: Estimate) -> Iterator[str]:
     yield f"  {'all':32} {peak.bytes / GIB:10.1f}{of}"
     for kind, size in peak.held.items():
         yield f"    {kind:30} {size / GIB:10.1f}{whose(peak.parts, kind)}"
+    if found.host_bytes:
+        ranks = min(spec.config.cluster.ranks_per_node, spec.arrangement.world)
+        yield f"\nGiB of layers' inputs on the host (model.llm.offload={spec.config.model.llm.offload})"
+        yield f"  {'of a rank, at most':32} {found.host_bytes / GIB:10.1f}"
+        yield f"  {f'of a node of {ranks} ranks, at most':32} {ranks * found.host_bytes / GIB:10.1f}"
 
 
 def _domain(spec: RunSpec, plan: StepPlan, sent: Mapping[int, Sent]) -> Iterator[str]:

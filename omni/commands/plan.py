@@ -206,6 +206,7 @@ def figures(
         "activations_bytes": by_component(found.fullest.parts, "activations"),
         "held_at": found.fullest.at,
         "memory_bytes": spec.cluster.memory_bytes,
+        "host_bytes": found.host_bytes,
         "shown_domain": plan.number,
         "schedule": domain.schedule,
         "digests": {name: f"{digest:016x}" for name, _, digest, _ in plan.levels},

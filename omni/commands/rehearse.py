@@ -195,6 +195,7 @@ def figures(rehearsal: "Rehearsal", modelled: "Footprint", cluster: "Cluster") -
         "parameters": dict(found.parameters),
         "peak_bytes": dict(found.peak),
         "peak_at": found.at,
+        "host_bytes": found.host,
         "sent": [
             {"group": group, "collective": name, **vars(sent)}
             for (group, name), sent in found.traffic.items()
@@ -202,6 +203,7 @@ def figures(rehearsal: "Rehearsal", modelled: "Footprint", cluster: "Cluster") -
         "build_cpu_s": round(rehearsal.build_s, 3),
         "step_cpu_s": round(rehearsal.step_s, 3),
     }
+    out["modelled_host_bytes"] = modelled.host
     out["modelled_peak_bytes"] = dict(modelled.peak)
     out["modelled_sent_bytes"] = sum(sent.total for sent in modelled.traffic.values())
     if rehearsal.launches:
@@ -233,6 +235,8 @@ def _lines(spec: "RunSpec", rehearsal: "Rehearsal", modelled: "Footprint") -> It
     for kind, size in [*found.peak.items(), ("all", found.bytes)]:
         of_model = modelled.bytes if kind == "all" else modelled.peak[kind]
         yield f"  {kind:32} {size / _GIB:12.3f} {of_model / _GIB:12.3f}"
+    if found.host:
+        yield f"  {'inputs of layers on its host':32} {found.host / _GIB:12.3f} {modelled.host / _GIB:12.3f}"
     yield from off_lines(found, modelled)
     yield f"\n{'MiB sent':34} {'calls':>12} {'in the node':>12} {'to others':>12}"
     for (group, collective), sent in found.traffic.items():

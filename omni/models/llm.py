@@ -77,7 +77,13 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
             f"({config.vocab or vocab_size} padded to model.llm.vocab_multiple={config.vocab_multiple}): "
             f"set model.llm.vocab_multiple to a multiple of {layout.tp}"
         )
-    llm_parts(config, vocab_size, layout)
+    least = min(llm_parts(config, vocab_size, layout))
+    if config.offload >= least:
+        raise ConfigError(
+            f"model.llm.offload={config.offload}: inputs of layers behind a part's first go to the host, and "
+            f"layout.llm.pp={layout.pp} parts={layout.parts} leave a part of {least} layers: set at most "
+            f"{least - 1}"
+        )
     if config.mixture is not None:
         check_experts("model.llm.moe", config.mixture, tp=layout.tp, ep=layout.ep)
     elif layout.ep > 1:

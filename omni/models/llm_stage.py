@@ -26,6 +26,7 @@ from omni.models.moe import (
     moe_settings,
     update_expert_bias,
 )
+from omni.models.offload_modules import offload_layers
 from omni.models.partition_modules import partition_layers
 from omni.models.regions import Numbering, mark_parallel
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
@@ -120,6 +121,7 @@ class LLMStage:
         self.followed = Followed()
         self.deferral = Deferral()
         self.expert_load = torch.zeros((), device=device)
+        self.copies = torch.cuda.Stream(device) if config.offload and device.type == "cuda" else None
         self.vocabulary = padded_vocabulary(config, vocab_size)
         self.ids = config.vocab or self.vocabulary
         self.parts = {number: self._part(number, layers) for number in layout.holds(groups.pp.rank())}
@@ -164,6 +166,8 @@ class LLMStage:
             self.partitioned.append(own)
         model.to(self.device)
         put_off_in(model.decoder, self.deferral)
+        if config.offload:
+            offload_layers(model.decoder, config.offload, self.copies)
         numbering = Numbering(
             first_layer=first,
             first_expert=first_expert(config.mixture.experts, groups) if config.mixture else 0,

@@ -12,6 +12,7 @@ from omni.models.delta import Delta, delta_heads
 from omni.models.expert_stack import ExpertStack
 from omni.models.further import Joined
 from omni.models.layer_sizes import llm_layers, windowed
+from omni.models.offloading import Offloaded, cut, of_layers
 from omni.models.partitions import Partitioned
 from omni.models.stack import Stack
 from omni.models.vocabulary import Losses, WordEmbedding
@@ -39,14 +40,8 @@ def _last_apart(stacks: Sequence[Stack | ExpertStack], held: bool) -> Iterator[S
     *others, last = stacks
     yield from others
     if last.layers > 1:
-        yield _of_layers(last, last.layers - 1, min(last.windowed, last.layers - 1), held=False)
-    yield _of_layers(last, 1, max(0, last.windowed - last.layers + 1), held)
-
-
-def _of_layers(stack: Stack | ExpertStack, layers: int, windowed: int, held: bool) -> Stack | ExpertStack:
-    dense = stack.dense if isinstance(stack, ExpertStack) else stack
-    dense = replace(dense, layers=layers, windowed=windowed, held_output=held)
-    return replace(stack, dense=dense) if isinstance(stack, ExpertStack) else dense
+        yield of_layers(last, last.layers - 1, min(last.windowed, last.layers - 1))
+    yield of_layers(last, 1, max(0, last.windowed - last.layers + 1), held=held)
 
 
 @dataclass(frozen=True)
@@ -63,6 +58,7 @@ class LLMPart:
     further: tuple[Block, ...] = ()
     partitions: int = 1
     zero: int = 1
+    offload: int = 0
 
     @property
     def _stacks(self) -> tuple[Stack | ExpertStack, ...]:
@@ -117,11 +113,15 @@ class LLMPart:
 
     @cached_property
     def _chain(self) -> Chain:
-        return self._chained([self._partitioned(stack, stack) for stack in self.stacks])
+        return self._chained(list(self._stated(self.stacks)))
 
-    def _partitioned(self, stack: Stack | ExpertStack, block: Block) -> Block:
-        """Layers as a `block` states them, with matrices in partitions if they are."""
-        return Partitioned(stack, block, self.partitions, self.zero) if self.partitions > 1 else block
+    def _stated(self, stacks: Sequence[Stack | ExpertStack]) -> Iterator[Block]:
+        """All layers, with inputs on the host and matrices in partitions, if they are."""
+        first, total = 0, sum(stack.layers for stack in stacks)
+        for stack in stacks:
+            block: Block = Offloaded(stack, stack, first, self.offload, total) if self.offload else stack
+            yield Partitioned(stack, block, self.partitions, self.zero) if self.partitions > 1 else block
+            first += stack.layers
 
     @property
     def _whole(self) -> tuple[Partitioned, ...]:
@@ -166,7 +166,7 @@ class LLMPart:
         # The gradient that came in a message may be put off: then what is put off stands for the output.
         dense = last.dense if isinstance(last, ExpertStack) else last
         stays = dense.held_output and not dense.puts_off_gradient(learns and grad is Grad.INPUT)
-        blocks = [self._partitioned(stack, stack) for stack in (*others, last)]
+        blocks = list(self._stated((*others, last)))
         work = self._chained(blocks).backward(load, grad, self.row_bytes(load) * stays)
         first = blocks[0]
         if work.last and isinstance(first, Partitioned) and grad is not Grad.INPUT:
@@ -231,13 +231,14 @@ def llm_part(
         shared=config.tied and apart,
     )
     return LLMPart(
-        stacks=_stacks(config, layers, number, layout, element),
+        stacks=tuple(cut(_stacks(config, layers, number, layout, element), config.offload)),
         embedding=WordEmbedding(ids, config.hidden, tp, element, apart) if first else None,
         norm=FinalNorm(config.hidden, config.norm, tp > 1, tp) if last else None,
         losses=losses if last else None,
         further=_further(config, losses, layout) if last else (),
         partitions=pool if layout.zero > 1 else 1,
         zero=layout.zero,
+        offload=config.offload,
     )
 
 

@@ -27,6 +27,7 @@ def cluster_of(config: ClusterConfig, precision: str) -> Cluster:
             latency_ns = config.link_latency_ns
         beyond = link(config.far_link_bytes_per_s or config.link_bytes_per_s, latency_ns, shares.link)
     inside = link(config.node_link_bytes_per_s, config.node_link_latency_ns, shares.node_link)
+    host = config.host_link_bytes_per_s
     peak, plain_peak = _of(config, "flops", own), _of(config, "flops", plain)
     return Cluster(
         name=config.name,
@@ -45,6 +46,7 @@ def cluster_of(config: ClusterConfig, precision: str) -> Cluster:
         issue_ns=config.issue_ns,
         queues=config.queues if _describes_device(config) else "one",
         memory_bytes=config.memory_bytes,
+        host_per_s=None if host is None else max(1, int(host * shares.host_link)),
     )
 
 

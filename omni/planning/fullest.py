@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import cast
 
 from omni.config import ConfigError
-from omni.planning.memory import by_kind, model_peak
+from omni.planning.memory import by_kind, model_host, model_peak
 from omni.planning.memory_advice import GIB, made_of, remedy
 from omni.planning.optim_schedule import stages_of
 from omni.planning.rank_work import rank_work
@@ -78,6 +78,12 @@ def _peaks(spec: Workload, plan: StepPlan, positions: Iterable[int]) -> Iterator
     ranks = spec.arrangement.domain_ranks(plan.number)
     works = (rank_work(spec, plan, ranks[at], messages=False) for at in positions)
     return (Peak(plan, work.position, work.rank, *model_peak(spec, work)) for work in works)
+
+
+def most_on_host(spec: Workload, plan: StepPlan) -> int:
+    """Return the most bytes that passes of any rank of a plan's domain keep on its host at once."""
+    ranks = spec.arrangement.domain_ranks(plan.number)
+    return max(model_host(rank_work(spec, plan, rank, messages=False)) for rank in ranks)
 
 
 def fits(spec: Workload, table: CostTable, plan: StepPlan) -> bool:

@@ -84,6 +84,18 @@ def model_encoding(spec: Workload, work: RankWork) -> dict[Op, int]:
     return most
 
 
+def model_host(work: RankWork) -> int:
+    """Model the most bytes that passes of a rank keep on its host at once."""
+    held = most = 0
+    for op in work.domain.ops_of(work.position):
+        if op.kind is Kind.FORWARD and _goes_back(work, op):
+            held += work.forward(op).offloaded
+            most = max(most, held)
+        elif op.kind is Kind.BACKWARD and _goes_back(work, op) and op.grad is not Grad.WEIGHT:
+            held -= work.forward(op).offloaded
+    return most
+
+
 def by_kind(parts: Mapping[tuple[str, str], int]) -> dict[str, int]:
     """Add up bytes over components: those of each of `KINDS`."""
     return {kind: sum(size for (of, _), size in parts.items() if of == kind) for kind in KINDS}

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from omni.models.llm import NAME as LLM
+from omni.models.llm_statement import LLMPart
 from omni.planning.memory import BETWEEN, by_kind
 from omni.planning.run_spec import RunSpec
 from parallel.layout import MOST_ZERO
@@ -75,10 +76,20 @@ def _less_of_llm(spec: RunSpec) -> str:
     """The remedy where passes of the LLM do."""
     sizes, model = spec.config.layout.llm, spec.config.model.llm
     recompute = "" if model.recompute == "full" else f"set model.llm.recompute=full (now {model.recompute}), "
+    most = _most_offloaded(spec)
+    if not recompute and model.offload < most:
+        recompute = f"set model.llm.offload={most} (now {model.offload}), "
     return (
         f"For the LLM lower data.microbatch_tokens={spec.config.data.microbatch_tokens}, {recompute}"
         f"or raise layout.llm.cp={sizes.cp} or tp={sizes.tp}."
     )
+
+
+def _most_offloaded(spec: RunSpec) -> int:
+    """How many layers of each part of the LLM may have their inputs on the host."""
+    parts = (part for part in spec.work.values() if isinstance(part, LLMPart))
+    least = min(sum(stack.layers for stack in part.stacks) for part in parts)
+    return least - 1 if spec.cluster.host_per_s is not None else 0
 
 
 def _less_of_encoder(spec: RunSpec, name: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from dataloader.global_batch import Budget
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta
-from omni.config import Config, ConfigError, ModelConfig
+from omni.config import ClusterConfig, Config, ConfigError, ModelConfig
 from omni.data_config import DataConfig
 from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
@@ -88,6 +88,7 @@ def prepare_run(
     stages = stages_of(config.optim, config.stages, config.train.steps)
     check_stages(stages, (LLM, *encoders))
     check_llm_adapters(config.model.llm)
+    _check_host_link(config.model.llm, config.cluster)
     _check_adapters_learn(config.model, first_steps(stages, (LLM, *encoders)))
     tokenizer = tokenizer_of(config.data)
     data = opened or open_data(config.data, config.train.seed, encoders, tokenizer, trace)
@@ -184,6 +185,19 @@ def _resolve(
         planner=planner,
         table=table,
     )
+
+
+def _check_host_link(llm: LLMConfig, cluster: ClusterConfig) -> None:
+    """Refuse to send inputs of layers over a link of which nobody has said how fast it is.
+
+    Raises:
+        ConfigError: naming both keys.
+    """
+    if llm.offload and cluster.host_link_bytes_per_s is None:
+        raise ConfigError(
+            f"model.llm.offload={llm.offload}, but cluster={cluster.name} does not say "
+            f"how fast a rank copies to its host: set cluster.host_link_bytes_per_s, or offload=0"
+        )
 
 
 def _check_adapters_learn(model: ModelConfig, learns: Collection[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 
 from dataloader.tokens import SampleMeta
 from omni.planning.bound import Bound, step_bound
-from omni.planning.fullest import Peak, fullest_in_team, fullest_team, remembering
+from omni.planning.fullest import Peak, fullest_in_team, fullest_team, most_on_host, remembering
 from omni.planning.loads import largest, mean_loads, planned_sums, trained_flops
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
@@ -28,7 +28,8 @@ class Estimate:
     `loads` are the most and the mean planned nanoseconds of forward passes by component, of a member of a
     pool for the LLM and of a rank for an encoder; `flops` those of the step by component, all text counted
     as targets. `plan` is that of the slowest domain, `timeline` its simulation, `spent` the mean of its
-    positions. The rank of `fullest` holds more than any other of the world. No plan of these samples in this
+    positions. The rank of `fullest` holds more than any other of the world, and none keeps more than
+    `host_bytes` on its host. No plan of these samples in this
     layout takes less than `bound`, and none less than `any_domain`, whatever its domains and sharing.
     """
 
@@ -40,6 +41,7 @@ class Estimate:
     fullest: Peak
     bound: Bound
     any_domain: Bound
+    host_bytes: int
 
     @property
     def over_best(self) -> float:
@@ -68,6 +70,7 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
     """
     slowest: tuple[StepPlan, Timeline] | None = None
     fullest: Peak | None = None
+    host_bytes = 0
     most, sums, targets = [0] * len(spec.components), [0.0] * len(spec.components) * 2, 0
     samples: list[SampleMeta] = []
     for plan in plans:
@@ -83,6 +86,8 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
         peak = fullest_team(spec, plan)
         if fullest is None or peak.bytes > fullest.bytes:
             fullest = peak
+        if spec.config.model.llm.offload:
+            host_bytes = max(host_bytes, most_on_host(spec, plan))
     assert slowest is not None
     assert fullest is not None
     plan, timeline = slowest
@@ -98,6 +103,7 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
         fullest=fullest_in_team(spec, fullest),
         bound=step_bound(samples, spec.planner.domain, plan.frozen),
         any_domain=step_bound(samples, spec.planner.domain, plan.frozen, any_domain=True),
+        host_bytes=host_bytes,
     )
 
 

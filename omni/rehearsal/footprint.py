@@ -44,7 +44,7 @@ class Footprint:
 
     `parameters` counts those it holds by component. `peak` is what it holds at the moment when it holds
     most, in bytes by kind (`omni/planning/memory.py`), and `at` the op that then runs. `encoding` is the most
-    bytes that it holds during each pass of an encoder.
+    bytes that it holds during each pass of an encoder, `host` the most that its passes keep on the host.
     """
 
     parameters: Mapping[str, int]
@@ -52,6 +52,7 @@ class Footprint:
     at: str
     traffic: Traffic
     encoding: Mapping[Op, int] = field(default_factory=dict)
+    host: int = 0
 
     @property
     def bytes(self) -> int:

@@ -1,6 +1,6 @@
 """What a rank holds and sends in a step by the models of memory and bytes, to be compared with rehearsals."""
 
-from omni.planning.memory import by_kind, model_encoding, model_peak
+from omni.planning.memory import by_kind, model_encoding, model_host, model_peak
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from omni.rehearsal.footprint import Footprint
@@ -21,4 +21,5 @@ def model_footprint(spec: RunSpec, plan: StepPlan, rank: int) -> Footprint:
         at=at,
         traffic=traffic(spec, work),
         encoding=model_encoding(spec, work),
+        host=model_host(work),
     )

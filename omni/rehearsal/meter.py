@@ -26,6 +26,7 @@ from pipeline.ops import Op
 from pipeline.rules.lists import ENCODES
 
 _CPU = torch.device("cpu")
+HOST = "host"
 _DEVICE = torch.ops.prim.device.default
 # What torch adds in place in the backward of a selection, but not on a subclass of tensors, as fake ones are.
 _ZEROS, _ADD, _ADD_IN_PLACE = (
@@ -41,7 +42,8 @@ class Meter(TorchDispatchMode):
     """Counts live bytes by kind and sent bytes by group while it is entered.
 
     What is made counts as `kind`, and `where` is what then goes on, a word or an op: set both as the step
-    proceeds. `nodes` gives the node of every rank. Tensors on other devices than `device` are not held.
+    proceeds. `nodes` gives the node of every rank. Tensors on other devices than `device` are not held. What
+    is made as `HOST` is memory beside the device, whatever that is: `most_on_host` is the most of it at once.
     """
 
     def __init__(self, nodes: Sequence[int], device: torch.device = _CPU) -> None:
@@ -56,6 +58,7 @@ class Meter(TorchDispatchMode):
         self.peak = dict(self.live)
         self.at: str | Op = self.where
         self.total = self.most = 0
+        self.on_host = self.most_on_host = 0
         self.encoding: dict[Op, int] = {}  # the most bytes during each pass of an encoder
         self.sent: defaultdict[tuple[str, str], Sent] = defaultdict(lambda: NOTHING)
         self.calls: list[Call] = []
@@ -93,6 +96,7 @@ class Meter(TorchDispatchMode):
         """Forget peak and traffic, as at the beginning of a step; `labels` names groups by torch's names."""
         self.labels = labels
         self.peak, self.most, self.at = dict(self.live), self.total, self.where
+        self.most_on_host = self.on_host
         self.sent.clear()
         self.calls.clear()
         self.encoding.clear()
@@ -115,7 +119,7 @@ class Meter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._zeros = out.untyped_storage()._cdata if func is _ZEROS else None
         for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
+            if isinstance(tensor, torch.Tensor) and (tensor.device.type == self.device or self.kind == HOST):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._held:
                     self._hold(storage, self.kind)
@@ -126,6 +130,10 @@ class Meter(TorchDispatchMode):
     def _hold(self, storage: torch.UntypedStorage, kind: str) -> None:
         key, size = storage._cdata, storage.nbytes() * self.counts
         self._held[key] = kind, size, weakref.ref(storage, lambda _: self._forget(key))
+        if kind == HOST:
+            self.on_host += size
+            self.most_on_host = max(self.most_on_host, self.on_host)
+            return
         self.live[kind] += size
         self.total += size
         if self.total > self.most:
@@ -135,6 +143,9 @@ class Meter(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         kind, size, _ = self._held.pop(key, (self.kind, 0, None))
+        if kind == HOST:
+            self.on_host -= size
+            return
         self.live[kind] -= size
         self.total -= size
 

@@ -215,6 +215,7 @@ def _footprint(own: Rank, meter: Meter) -> Footprint:
         at=str(meter.at),
         traffic={key: sent for key, sent in meter.traffic().items() if key[0] != "world"},
         encoding={op: most + scratch for op, most in meter.encoding.items()},
+        host=meter.most_on_host,
     )
 
 

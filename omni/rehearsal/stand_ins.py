@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.llm_config import MoEConfig
+from omni.models import offload_modules
 from omni.models.dispatch import Dispatcher
 from omni.models.llm_stage import LLMStage
 from omni.models.towers.module import TowerModule
 from omni.models.towers.probe import Prepared
 from omni.rank import build, inputs, state
 from omni.rank.totals import StepSums, StepTotals
-from omni.rehearsal.meter import Meter
+from omni.rehearsal.meter import HOST, Meter
 from omni.rehearsal.recorder import recorder_here
 from ops import attention
 from parallel import plain
@@ -56,6 +57,9 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
         get_scratch = scratch.get_tensor
         put(scratch, "buffer", {})
         put(scratch, "get_tensor", lambda *args: _uncounted(meter, get_scratch, args))
+        # Memory of the host is not the device's, also where that is a CPU.
+        host_buffer = offload_modules.host_buffer
+        put(offload_modules, "host_buffer", lambda like: _made_as(meter, HOST, host_buffer, like))
         # An item's arrays are numpy's.
         silence = inputs._silence
         put(inputs, "_silence", lambda *args: _with_content(silence, args, {}))
@@ -152,6 +156,13 @@ def _made_up(sums: StepSums) -> StepTotals:
 def _uncounted(meter: Meter, get_scratch: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> torch.Tensor:
     with meter.not_counting():
         return get_scratch(*args)
+
+
+def _made_as(
+    meter: Meter, kind: str, make: Callable[[torch.Tensor], torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
+    with meter.making(kind):
+        return make(like)
 
 
 def _with_content(

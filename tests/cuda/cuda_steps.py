@@ -23,11 +23,13 @@ def run_case(
     layers: int = 2,
     samples: int = 2,
     zero: int = 1,
+    offload: int = 0,
 ) -> Rehearsal:
     """Rehearse a rank of a combination of the parity matrix, in bf16, with few layers and samples."""
     config = configure(case, folder)
     config.layout.llm.zero = zero
     config.train.precision = "bf16"
+    config.model.llm.offload = offload
     config.model.llm.layers = max(layers, case.pp * case.layout.parts)
     config.model.encoders["image"]["layers"] = layers
     config.data.step_samples = max(samples, case.dp)

@@ -17,6 +17,7 @@ from cuda_steps import run_case
 from parity_matrix import Case
 
 from infra import shard_file
+from omni.models import offload_modules
 from omni.rank import inputs, sharded_adamw, state, step, totals
 from omni.rank.part_buckets import PartBuckets
 from omni.rehearsal.findings import ORDER
@@ -28,6 +29,7 @@ from parallel.partitions import PartitionedPart
 from pipeline.engine import _RunningStep
 
 DP, CP, PP = Case(dp=2), Case(cp=2), Case(pp=2)
+ANEW = Case(recompute="full")
 TWO_LEVEL = Case(cp=4, boundary="two_level")
 
 
@@ -35,7 +37,7 @@ TWO_LEVEL = Case(cp=4, boundary="two_level")
 class Race:
     """`wrong` makes of the function `name` of `owner` a faulty one; a rank of `case` runs with it.
 
-    `zero` is its stage of ZeRO.
+    `zero` is its stage of ZeRO, `offload` the layers of a part whose inputs are on the host.
     """
 
     owner: Any
@@ -43,6 +45,7 @@ class Race:
     wrong: Callable[[Callable[..., Any]], Callable[..., Any]]
     case: Case = DP
     zero: int = 1
+    offload: int = 0
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(self.owner, self.name, self.wrong(getattr(self.owner, self.name)))
@@ -224,6 +227,23 @@ def _read_early(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: host
 
 
+def _left_early(kept: offload_modules._Input) -> None:
+    if kept.blocks:
+        kept.here = None
+
+
+def _fetched_unseen(kept: offload_modules._Input, copies: Any) -> None:
+    if kept.blocks:
+        kept.copied = None
+
+
+def _copied_at_once(targets: Any, sources: Any, copies: torch.cuda.Stream) -> torch.cuda.Event:
+    with torch.cuda.stream(copies):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        return copies.record_event()
+
+
 def _reused(original: Callable[..., Any]) -> Callable[..., Any]:
     """The pinned buffer of a step is written to when its copy is under way."""
 
@@ -282,6 +302,15 @@ FAULTS = {
         Case(dp=2, domain="dp"),
         zero=3,
     ),
+    "memory of a layer's input let go before it is copied": Race(
+        offload_modules._Input, "leave", instead(_left_early), ANEW, offload=2
+    ),
+    "a layer made anew before its input is back": Race(
+        offload_modules._Input, "fetch", after(_fetched_unseen), ANEW, offload=2
+    ),
+    "a layer's input copied before it is made": Race(
+        offload_modules, "_copy", instead(_copied_at_once), ANEW, offload=2
+    ),
     "checkpoint written before it is copied": Race(shard_file.Shard, "read", instead(_never_ready)),
     "checkpoint copied on a side stream": Race(state, "pack", on_side_stream),
 }
@@ -305,5 +334,8 @@ def said_of(faults: Sequence[Race], of: Race, folder: Path) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         for fault in faults:
             fault.plant(patch)
-        findings = run_case(of.case, 0, folder, layers=1, samples=1, zero=of.zero).findings
+        layers = 1 + of.offload
+        findings = run_case(
+            of.case, 0, folder, layers=layers, samples=1, zero=of.zero, offload=of.offload
+        ).findings
     return [str(finding) for finding in sorted(findings) if finding.kind == ORDER]

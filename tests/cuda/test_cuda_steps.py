@@ -85,6 +85,17 @@ def test_rows_that_enter_at_several_layers_wait_for_no_shape(gpu: FakeGPU, folde
         assert not unexpected(gpu.run(run_line, line, 2, rank).findings)
 
 
+def test_inputs_of_layers_go_to_pinned_memory_and_back_without_a_wait(gpu: FakeGPU, folder: Path) -> None:
+    """Blocks of a tensor are copied one by one; what is on the device, and on the host, is as on a CPU."""
+    case, away = Case(pp=2, recompute="full", schedule="zero_bubble_h1"), (8, 2, 1, 3)
+    on_gpu = gpu.run(run_case, case, 1, folder, GPU, *away)
+    on_cpu = run_case(case, 1, folder, torch.device("cpu"), *away)
+    assert not unexpected(on_gpu.findings)
+    assert not on_gpu.unknown
+    assert on_gpu.footprint.host == on_cpu.footprint.host > 0
+    assert on_gpu.footprint.bytes == pytest.approx(on_cpu.footprint.bytes, rel=0.01)
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_partitions_are_gathered_and_scattered_without_a_wait(gpu: FakeGPU, folder: Path, zero: int) -> None:
     more = [f"layout.llm.zero={zero}", "layout.domain=2", "layout.llm.pp=2", "model.llm.recompute=full"]

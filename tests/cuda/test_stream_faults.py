@@ -126,6 +126,21 @@ SAYS = {
         "that _allgather_base_ on the stream of group llm partition",
         "parallel.partitions.PartitionedPart._start",
     ),
+    "memory of a layer's input let go before it is copied": (
+        "on the default stream may be given",
+        "that were freed and copy_ on the stream of omni.models.llm_stage.LLMStage.__init__ (forward",
+        "at omni.models.offload_modules._copy",
+    ),
+    "a layer made anew before its input is back": (
+        "backward",
+        "on the default stream reads",
+        "that copy_ on the stream of omni.models.llm_stage.LLMStage.__init__ (backward",
+    ),
+    "a layer's input copied before it is made": (
+        "forward (engine)",
+        "copy_ on the stream of omni.models.llm_stage.LLMStage.__init__ reads",
+        "on the default stream (forward (engine)",
+    ),
     "checkpoint written before it is copied": (
         "checkpoint (checkpoint)",
         "numpy on the host reads",

@@ -30,6 +30,8 @@ WIDE_IMAGE = ("model.encoders.image.hidden=256", "model.encoders.image.ffn=1024"
 NARROW = ("model.llm.hidden=256", "model.llm.head_dim=128", "model.llm.ffn=64", "model.llm.vocab=300")
 NARROW += ("model.llm.loss_chunk=16",)
 MOE = "model.llm.moe={experts: 4, topk: 1, ffn: 512, score: softmax, bias_update_rate: 0, dense_layers: 2}"
+# Layers are fullest, and what one of them takes in is 0.2 % of all.
+AWAY = ("model.llm.layers=8", "model.llm.recompute=full", *NARROW[3:])
 # Links on which to share an item costs nothing.
 AT_ONCE = [f"cluster.{link}_bytes_per_s={10**12}" for link in ("node_link", "link")]
 AT_ONCE += [f"cluster.{link}_latency_ns=0" for link in ("node_link", "link")] + ["cluster.op_overhead_ns=0"]
@@ -190,6 +192,23 @@ CAUSES = {
             *("model.llm.hidden=64", "model.llm.heads=4", "model.llm.kv_heads=2", "model.llm.ffn=64"),
         ],
     ),
+    "inputs of layers are on the host but for two of them": (1, [0], [*AWAY, "model.llm.offload=5"]),
+    "the input of the last layer goes, too": (1, [0], [*AWAY, "model.llm.offload=7"]),
+    "layers in front of experts have their inputs on the host": (
+        1,
+        [0],
+        [*AWAY, MOE.replace("512", "64"), "model.llm.norms=around", "model.llm.offload=3"],
+    ),
+    "what is put off adds up where nothing else is kept": (
+        2,
+        [0, 1],
+        [*AWAY, "layout.llm.pp=2", "pipeline=zero_bubble_h2", "model.llm.offload=3"],
+    ),
+    "frozen layers send their inputs, too": (
+        2,
+        [0, 1],
+        [*AWAY, FROZEN, "layout.llm.pp=2", "model.llm.offload=2"],
+    ),
     "normed heads are made of a tensor that is kept for their gradient": (
         2,
         [1],
@@ -244,6 +263,8 @@ def test_the_model_of_memory_knows(data: Path, cause: str) -> None:
         found, modelled = rehearse(spec, plan, rank).footprint, model_footprint(spec, plan, rank)
         assert modelled.bytes == pytest.approx(found.bytes, rel=1e-3)
         assert modelled.encoding == pytest.approx(found.encoding, rel=1e-3)
+        assert modelled.host == found.host
+        assert bool(found.host) == any(key.startswith("model.llm.offload") for key in more)
 
 
 @pytest.mark.parametrize("policy", ["two_level", "reduce_scatter", "all_gather"])
