@@ -388,7 +388,7 @@ def test_auto_holds_twice_the_activations_only_where_it_is_known_what_fits():
     assert not deep & {policy.name for policy in candidates_of(AUTO, 1, 4, guarded=False)}
     world = arrange(Layout(pp=4), {"eye": 1, "ear": 1}, COLOCATED, 0)
     own = planner(
-        world=world, policies=policies_of(LPT, AUTO), table=table(4), budget=Budget(36, 300, None, "drop")
+        world=world, policies=policies_of(LPT, AUTO), table=table(4), budget=Budget(30, 400, None, "drop")
     )
     assert own.next_step(1, 0, 0).domain.schedule in deep
     unguarded = replace(own, domain=replace(own.domain, guarded=False))
