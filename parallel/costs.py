@@ -42,8 +42,9 @@ class WorkCost:
     nanoseconds, behind compute but for a first layer's. Inputs of `copies` layers go to the host in a forward
     and come back in a backward, which takes `copy_fs` for a token of each, behind the compute of as many
     layers, but for `late` of them on the way back. Reducing gradients, once a step, takes `reduce_ns`,
-    and gathering updated weights `gather_ns`, in so many `pieces`, each of some layers. A forward keeps
-    `kept_token` bytes for each token until its backward.
+    and gathering updated weights `gather_ns`, in so many `pieces`, each of some layers. Of a pass so many
+    layers are `followed`: behind each something else may be sent. A forward keeps `kept_token` bytes for each
+    token until its backward.
     """
 
     stated: Laws
@@ -59,6 +60,7 @@ class WorkCost:
     reduce_ns: int = 0
     gather_ns: int = 0
     pieces: int = 1
+    followed: int = 1
     kept_token: int = 0
     learnt: Laws | None = None
 
@@ -86,6 +88,10 @@ class WorkCost:
         reduced when the pass has left the layer in front of it, and two are still left at the end.
         """
         return min(backward_ns, self.reduce_ns) * max(0, self.pieces - 2) // max(1, self.pieces)
+
+    def behind_layers_ns(self, backward_ns: int) -> int:
+        """Nanoseconds of a backward that follow its first layer."""
+        return backward_ns * (self.followed - 1) // self.followed
 
     @property
     def reduced_after_ns(self) -> int:
@@ -283,6 +289,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int = FP32, overla
         late=input_[0].late,
         reduce_ns=collectives_ns([one for one in once if one.kind != "all_gather"], axes),
         pieces=sum(reduced) if part.by_layer and overlaps else 1,
+        followed=max(1, part.layers) if part.by_layer and overlaps else 1,
         gather_ns=collectives_ns([one for one in once if one.kind == "all_gather"], axes),
         kept_token=-(-forward[0].kept // _REFERENCE),
     )

@@ -67,6 +67,7 @@ def overlapped(cost: WorkCost, part: Part, axes: Axes, overlap: Overlap) -> Work
         reduce_ns=other + behind,
         gather_ns=before,
         pieces=1,
+        followed=1,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from parallel.shipping import Ends
+from pipeline.behind import Behind
 
 
 class PutOff(Protocol):
@@ -33,9 +34,9 @@ class Anchor(Protocol):
         """
         ...
 
-    def closing(self) -> AbstractContextManager[None]:
-        """What runs inside the block makes the last gradients of the component: they may be reduced
-        meanwhile.
+    def closing(self, behind: Behind) -> AbstractContextManager[None]:
+        """A backward, or the gradients of weights that it put off, run inside the block. Reductions begin
+        `behind` it: where the component knows its layers, it says which they have left.
         """
         ...
 
@@ -69,8 +70,8 @@ class Stage(Protocol):
         """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 
-    def closing(self, part: int) -> AbstractContextManager[None]:
-        """What runs inside the block makes the last gradients of a part: they may be reduced meanwhile."""
+    def closing(self, part: int, behind: Behind) -> AbstractContextManager[None]:
+        """A backward of a part runs inside the block: see `Anchor`."""
         ...
 
     def settle(self) -> None:

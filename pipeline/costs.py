@@ -14,7 +14,7 @@ from parallel.learning import Sample
 from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan, Share
 from pipeline.ops import COLLECTIVE, COMPUTE, POINT_TO_POINT, Kind, Op
-from pipeline.reductions import closing, in_front
+from pipeline.reductions import closing, in_front, made_by, runs_alone
 from pipeline.rules.memory import Kept
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 
@@ -79,25 +79,34 @@ def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> C
 
 
 def begun_before(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> ComputeCost:
-    """Return how long before its place in the list a REDUCE has begun at a position."""
+    """Return how long before its place in the list a REDUCE has begun at a position; of a backward, how long
+    before its end one that follows it at once may begin, if it is of another component.
+    """
 
     @cache
-    def front(team: int) -> dict[Op, tuple[int, int]]:
+    def front(team: int) -> dict[Op, tuple[tuple[int, int], ...]]:
         return in_front(domain, table.components, team)
 
     @cache
     def of_team(team: int) -> dict[tuple[int, int], Op]:
-        return {made: op for op, made in closing(domain, team, front).items()}
+        return {each: op for op, begins in closing(domain, team, front).items() for each in begins}
 
     def before(rank: int, op: Op) -> int:
-        last = of_team(rank // domain.team).get((op.index, op.part))
-        if last is None:
+        team, last = rank // domain.team, op
+        if op.kind is Kind.REDUCE:
+            found = of_team(team).get((op.index, op.part))
+            if found is None:
+                return 0
+            last = found
+        elif not runs_alone(domain, op, team):
             return 0
         name, share = part_of(domain, table, rank, last)
         assert share is not None
         # What layers tell each other takes the same links.
         alone_ns = compute_ns(rank, last) - _talk_ns(table.parts[name], share, last.grad)
-        return table.parts[name].reduced_behind_ns(alone_ns)
+        if op.kind is Kind.REDUCE and made_by(domain, table.components, last) == (op.index, op.part):
+            return table.parts[name].reduced_behind_ns(alone_ns)
+        return table.parts[name].behind_layers_ns(alone_ns)
 
     return before
 

@@ -26,11 +26,12 @@ from parallel.shipping import Ends, Shipment, ship
 from parallel.waiting import is_communication, stall
 from parallel.work import Grad
 from pipeline.anchor import Anchor, PutOff, Stage, StepInputs
+from pipeline.behind import Behind, Reduction
 from pipeline.domain_plan import EMBEDDING
 from pipeline.laps import HOST, WEIGHTS
 from pipeline.ops import BACKWARDS, COLLECTIVE, FORWARDS, Kind, Op
 from pipeline.plan import StepPlan
-from pipeline.reductions import closing, in_front
+from pipeline.reductions import closing, in_front, made_by
 from pipeline.stopwatch import Stopwatch, Timing, timings_of
 
 
@@ -57,10 +58,9 @@ class Engine:
 
     `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
     `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
-    `reducers` start reductions for REDUCE ops, by number of the component and part, and return what the WAIT
-    for them calls to end them. `arrivals`, by the same numbers, wait for the updated weights that a forward
-    begins with, and say whether any were still on their way. `on_op` hears of every op before it runs, so
-    that a watchdog can say where a rank stands.
+    `reductions` are by number of the component and part. `arrivals`, by the same numbers, wait for the
+    updated weights that a forward begins with, and say whether any were still on their way. `on_op` hears of
+    every op before it runs, so that a watchdog can say where a rank stands.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Engine:
         anchors: Mapping[str, Anchor],
         groups: Groups,
         device: torch.device,
-        reducers: Mapping[tuple[int, int], Callable[[], Callable[[], None]]],
+        reductions: Mapping[tuple[int, int], Reduction],
         arrivals: Mapping[tuple[int, int], Callable[[], bool]],
         timeout_s: float,
         on_op: Callable[[Op], None],
@@ -87,7 +87,7 @@ class Engine:
         self.anchors = anchors
         self.groups = groups
         self.device = device
-        self.reducers = reducers
+        self.reductions = reductions
         self.arrivals = arrivals
         self.timeout_s = timeout_s
         self.lanes = {Kind.SHIP: Lane(device), Kind.RETURN: Lane(device)}
@@ -343,13 +343,17 @@ class _RunningStep:
             self.hand_on(Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, m, part, part - 1, received.grad)
 
     def closes(self, op: Op) -> AbstractContextManager[None]:
-        """Around what makes the last gradients of a part: they may be reduced meanwhile."""
-        if op not in self.closing:
+        """Around a backward behind which reductions begin."""
+        begins = self.closing.get(op)
+        if begins is None:
             return nullcontext()
+        reductions = [self.engine.reductions[pair] for pair in begins]
+        own = made_by(self.domain, self.plan.components, op)
+        behind = Behind(reductions, last_grows=begins[-1] == own)
         if op.kind is Kind.ENCODE_BACKWARD:
-            return self.engine.anchors[self.domain.chunks[op.index].component].closing()
+            return self.engine.anchors[self.domain.chunks[op.index].component].closing(behind)
         assert self.engine.stage is not None
-        return self.engine.stage.closing(op.part)
+        return self.engine.stage.closing(op.part, behind)
 
     # Communication.
 
@@ -376,7 +380,7 @@ class _RunningStep:
         self.flights[key] = dist.irecv(buffer, self.peer(op), group=self.group(op.kind))
 
     def reduce(self, op: Op) -> None:
-        self.flights[op.kind, op.index, op.part] = self.engine.reducers[op.index, op.part]()
+        self.flights[op.kind, op.index, op.part] = self.engine.reductions[op.index, op.part].begin()
 
     def wait(self, op: Op) -> None:
         kind, m = op.on, op.index

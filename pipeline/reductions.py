@@ -2,15 +2,14 @@
 
 A reduction is issued there and waited for at the end of the list, so it hides behind what is left to compute:
 that of the LLM behind the backwards of encoders, that of a rank's last part behind those of its first. Where
-it follows a backward at once, it begins behind that, layer by layer (`closing`).
+it follows a backward at once, it begins behind that, layer by layer (`closing`); in one queue, where it would
+hold up the layers' own messages otherwise, so does that of the LLM behind the backward of an encoder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 
-from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import Kind, Op
+from pipeline.ops import BACKWARDS, Kind, Op
 
 Order = list[list[Op]]
 Pair = tuple[int, int]
@@ -50,10 +49,11 @@ def _of_team(
     return out + ops[before:]
 
 
-def closing(domain: DomainPlan, team: int, fronts: Callable[[int], Mapping[Op, Pair]]) -> dict[Op, Pair]:
-    """Return the backwards of a team behind which the reduction of their part begins, and that part: those
-    that the REDUCE follows at once, on all ranks that run them together. `fronts` says of a team what
-    `in_front` does.
+def closing(
+    domain: DomainPlan, team: int, fronts: Callable[[int], Mapping[Op, tuple[Pair, ...]]]
+) -> dict[Op, tuple[Pair, ...]]:
+    """Return the backwards of a team behind which reductions begin, and of what, in their order: those that
+    REDUCEs follow at once, on all ranks that run them together. `fronts` says of a team what `in_front` does.
 
     Only the collectives of its own layers then stand between what the verifier proved and what runs, and all
     that take part in these run the same layers beside the same reductions: none can wait for the other.
@@ -66,19 +66,47 @@ def closing(domain: DomainPlan, team: int, fronts: Callable[[int], Mapping[Op, P
     return {op: of for op, of in fronts(team).items() if all(op in fronts(other) for other in teams(op))}
 
 
-def in_front(domain: DomainPlan, components: Sequence[str], team: int) -> dict[Op, Pair]:
-    """Return the backwards of a team that the REDUCE of their part follows at once, and that part.
-    `components` are those of the plan.
+def in_front(domain: DomainPlan, components: Sequence[str], team: int) -> dict[Op, tuple[Pair, ...]]:
+    """Return the backwards of a team that REDUCEs follow at once, and what begins to be reduced behind each,
+    in the order of the list. `components` are those of the plan.
+
+    A backward's own part begins layer by layer. What stands in front of that is complete before, and begins
+    behind the backward of an encoder that the team runs alone, which no other team can wait for meanwhile:
+    in one queue it would keep rows of others waiting if it began before they went back.
     """
-    found = {}
-    for before, op in pairwise(domain.ops[team]):
-        if op.kind is Kind.REDUCE and before.kind is Kind.ENCODE_BACKWARD and before.grad is not Grad.INPUT:
-            follows = components[op.index] == domain.chunks[before.index].component
-        else:
-            follows = follows_llm(domain, before, op)
-        if follows:
-            found[before] = op.index, op.part
+    found: dict[Op, tuple[Pair, ...]] = {}
+    ops = domain.ops[team]
+    for at, before in enumerate(ops):
+        if before.kind not in BACKWARDS:
+            continue
+        run = _reduced_behind(ops, at)
+        own = made_by(domain, components, before)
+        ahead = run.index(own) if own in run else len(run)
+        begins = run[: ahead + before.makes_weight]
+        if begins and (not ahead or runs_alone(domain, before, team)):
+            found[before] = tuple(begins)
     return found
+
+
+def _reduced_behind(ops: Sequence[Op], at: int) -> list[Pair]:
+    """What the REDUCEs sum that follow a place of a list at once."""
+    run = []
+    while at + 1 < len(ops) and ops[at + 1].kind is Kind.REDUCE:
+        at += 1
+        run.append((ops[at].index, ops[at].part))
+    return run
+
+
+def made_by(domain: DomainPlan, components: Sequence[str], op: Op) -> Pair:
+    """What a backward makes gradients of."""
+    if op.kind is Kind.BACKWARD:
+        return domain.llm, op.part
+    return components.index(domain.chunks[op.index].component), 0
+
+
+def runs_alone(domain: DomainPlan, op: Op, team: int) -> bool:
+    """Whether an op is the backward of an encoder that a team runs without others."""
+    return op.kind is Kind.ENCODE_BACKWARD and len(domain.parties(op, team * domain.team)) <= domain.team
 
 
 def follows_llm(domain: DomainPlan, before: Op, op: Op) -> bool:
@@ -86,7 +114,7 @@ def follows_llm(domain: DomainPlan, before: Op, op: Op) -> bool:
     return (
         op.kind is Kind.REDUCE
         and before.kind is Kind.BACKWARD
-        and before.grad is not Grad.INPUT
+        and before.makes_weight
         and (op.index, op.part) == (domain.llm, before.part)
     )
 

@@ -35,6 +35,7 @@ from parallel.loss import linear_argmax, linear_losses
 from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
 from parallel.packed import PackedTokens
 from parallel.partitions import PartitionedPart
+from pipeline.behind import Behind
 
 
 @dataclass(frozen=True)
@@ -248,14 +249,14 @@ class LLMStage:
         sums[1].index_add_(0, inputs.sources, weights)
         return (output * inputs.weights).sum(), sums.flatten()
 
-    def follow(self, came: Callable[[int, int], object], left: Callable[[int, int], object]) -> None:
+    def follow(self, came: Callable[[int, int], object]) -> None:
         """Have passes followed through the layers of all parts: see `Followed`."""
         layers = {number: part.model.decoder.layers for number, part in self.parts.items()}
-        self.followed.follow(layers, self.deferral, came, left)
+        self.followed.follow(layers, self.deferral, came)
 
-    def closing(self, part: int) -> AbstractContextManager[None]:
-        """What runs inside the block makes the last gradients of a part."""
-        return self.followed.closing(part)
+    def closing(self, part: int, behind: Behind) -> AbstractContextManager[None]:
+        """What runs inside the block goes back through a part; reductions begin `behind` it."""
+        return self.followed.closing(part, behind)
 
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""

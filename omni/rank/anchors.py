@@ -11,6 +11,7 @@ from omni.models.followed import Followed
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
 from omni.rank.inputs import ChunkInputs
 from parallel.slots import own_rows
+from pipeline.behind import Behind
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,13 @@ class EncoderAnchor:
         self,
         layers: Sequence[torch.nn.Module],
         came: Callable[[int, int], object],
-        left: Callable[[int, int], object],
     ) -> None:
         """Have passes followed through the layers, those of part 0: see `Followed`."""
-        self.followed.follow({0: layers}, self.deferral, came, left)
+        self.followed.follow({0: layers}, self.deferral, came)
 
-    def closing(self) -> AbstractContextManager[None]:
-        """What runs inside the block makes the last gradients of the encoder."""
-        return self.followed.closing(0)
+    def closing(self, behind: Behind) -> AbstractContextManager[None]:
+        """What runs inside the block goes back through the encoder; reductions begin `behind` it."""
+        return self.followed.closing(0, behind)
 
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the linears off that can wait: those that megatron divides over ranks."""

@@ -20,6 +20,7 @@ from omni.rank.anchors import EncoderAnchor
 from omni.rank.inputs import Assembler, Place
 from omni.rank.optimizer import ComponentOptimizer, JointOptimizer
 from omni.rank.part_buckets import FRONT
+from omni.rank.reduction import PartReduction
 from omni.rank.sharded_adamw import attend_optimizer_setup
 from omni.rank.state import Names
 from ops.device import dtype_of
@@ -35,8 +36,8 @@ from pipeline.ops import Op
 Modules = Mapping[str, Mapping[int, torch.nn.Module]]
 Told = Callable[[int, int], object]
 """Hears of a part, and of a layer of it."""
-Follow = Callable[[Told, Told], None]
-"""Has the first called where a pass comes to a layer, the second where one has left those behind it."""
+Follow = Callable[[Told], None]
+"""Has it called where a pass comes to a layer."""
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,6 @@ class Rank:
         return [tensor for own in shares for tensor in own.kept() if tensor.numel()]
 
 
-def _reduce(component: ComponentOptimizer, part: int, groups: Groups) -> Callable[[], None]:
-    """Start a reduction, and return what ends it."""
-
-    def end() -> None:
-        with waiting(what, groups.world):
-            finish()
-
-    what = f"the gradients of {component.name}"
-    with waiting(what, groups.world):
-        finish = component.reduce(part)
-    return end
-
-
 def _arrive(component: ComponentOptimizer, part: int, groups: Groups, layer: int = FRONT) -> bool:
     """Wait for the weights that a pass needs up to a layer, and return whether any were on their way."""
     with waiting(f"the weights of {component.name}", groups.world):
@@ -100,7 +88,7 @@ def _arrive(component: ComponentOptimizer, part: int, groups: Groups, layer: int
 
 
 def _follow(follow: Follow, component: ComponentOptimizer, groups: Groups) -> None:
-    """Have layers wait for their weights, and reduce their gradients behind the last backward."""
+    """Have layers wait for their weights, and say when a backward has left them."""
     if not any(own.buckets for own in component.buckets.values()):
         return
     # Held by hooks, of layers and in graphs that live for long, neither would ever go.
@@ -111,14 +99,7 @@ def _follow(follow: Follow, component: ComponentOptimizer, groups: Groups) -> No
         if own is not None and every is not None:
             _arrive(own, part, every, layer)
 
-    def left(part: int, layer: int) -> None:
-        own, every = component_of(), groups_of()
-        assert own is not None
-        assert every is not None
-        with waiting(f"the gradients of {own.name}", every.world):
-            own.buckets[part].reduce_behind(layer)
-
-    follow(came, left)
+    follow(came)
 
 
 def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[Op | str], None]) -> Rank:
@@ -168,7 +149,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
             anchors=anchors,
             groups=groups,
             device=device,
-            reducers={at: partial(_reduce, *of, groups) for at, of in parts.items()},
+            reductions={at: PartReduction(*of, groups) for at, of in parts.items()},
             arrivals={at: partial(_arrive, *of, groups) for at, of in parts.items()},
             timeout_s=config.train.timeout_s,
             on_op=note,

@@ -3,7 +3,7 @@
 megatron lays gradients and weights in buckets of neighbouring parameters. A forward comes through them from
 the first to the last, so updated weights are gathered in that order, and each layer waits for its own; a
 backward comes through them from the last to the first, and each bucket is reduced once the layers that it has
-parameters of are done.
+parameters of are done. Those that are complete may also travel behind the layers of another component.
 
 Invariant: all replicas start the same buckets in the same order, whatever a rank computes: those of a part
 are in one order, and one that is not complete keeps back all that come after it.
@@ -28,6 +28,11 @@ class _Bucket(NamedTuple):
     layer: int
     ddp: DistributedDataParallel
     group: Any
+
+    @property
+    def elements(self) -> int:
+        """Elements of its gradients, with padding."""
+        return sum(each.grad_data.numel() for each in self.group.buckets)
 
 
 class PartBuckets:
@@ -57,6 +62,7 @@ class PartBuckets:
             for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups)
         ]
         self.buckets = sorted(found, key=lambda bucket: bucket.layer)
+        self.elements = sum(bucket.elements for bucket in self.buckets)
         self.last = len(layers) - 1
         self.coming: deque[_Bucket] = deque()
         self.left = list(self.buckets)
@@ -88,12 +94,24 @@ class PartBuckets:
         of its own weights may be added later.
         """
         while self.left and self.left[-1].layer > layer:
+            self._start(self.left.pop())
+
+    def reduce_first(self, elements: int) -> None:
+        """Start to reduce the buckets that begin within the first so many elements of all, as far as they are
+        not. Gradients of all are complete.
+        """
+        begun = self.elements - sum(bucket.elements for bucket in self.left)
+        while self.left and begun < elements:
             bucket = self.left.pop()
-            if self.sent is torch.float32:
-                with in_flight(bucket.ddp):
-                    bucket.group.start_grad_sync()
-            else:
-                bucket.group.grad_reduce_handle = _rounded(bucket.group)
+            begun += bucket.elements
+            self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        if self.sent is torch.float32:
+            with in_flight(bucket.ddp):
+                bucket.group.start_grad_sync()
+        else:
+            bucket.group.grad_reduce_handle = _rounded(bucket.group)
 
     def reduce(self) -> None:
         """Start to reduce what is left."""

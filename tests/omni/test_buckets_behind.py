@@ -2,6 +2,7 @@
 bucket, none before or after its time.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,16 @@ from test_trainer import make_trainer
 
 from omni.compose import compose_config
 from omni.config import Config
+from omni.planning import candidates
 from omni.rank.part_buckets import FRONT, PartBuckets
 from omni.training.trainer import Trainer
 from parallel import buckets
+from pipeline.builders.one_queue import serial
+from pipeline.builders.one_queue.moves import Moves, Orders, reduced_amid
+from pipeline.builders.one_queue.serial import orders_of
 from pipeline.engine import _RunningStep
 from pipeline.ops import Kind, Op
+from pipeline.simulator import Timeline
 
 FROZEN = "+optim.components.image.frozen=true"
 APART = "train.overlap_buckets=false"
@@ -36,6 +42,8 @@ LAYOUTS = {
         ["layout.llm.pp=2", "layout.llm.tp=2", "pipeline=zero_bubble_h1", "model.llm.recompute=full"],
     ),
     "one queue": (4, ["layout.llm.tp=2", "layout.domain=2", "cluster.queues=one"]),
+    "carried": (4, ["layout.llm.pp=2", "cluster.queues=one"]),
+    "carried, tp2": (4, ["layout.llm.tp=2", "layout.domain=2", "cluster.queues=one"]),
 }
 
 
@@ -49,8 +57,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Watched:
     """What a rank's buckets do in a run: `held` are all parts, `after` those of which weights are under way
     after each update; `early` says which pass ran without weights; `behind` counts the buckets of each
-    reduction of the LLM that began before its op, and `behind_encoders` those of each of an encoder; `losses`
-    are of each step.
+    reduction of the LLM that began before its op, `behind_encoders` those of each of an encoder, and
+    `carried` those of the LLM behind the backward of an encoder; `losses` are of each step.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -60,6 +68,7 @@ class Watched:
         self.early: list[str] = []
         self.behind: list[int] = []
         self.behind_encoders: list[int] = []
+        self.carried: list[int] = []
         self.losses: list[float] = []
         self.hooks = [
             layer.register_forward_pre_hook(self._at(self.held["llm", part], at))
@@ -85,6 +94,9 @@ class Watched:
         if own is not None and op.kind is Kind.REDUCE:
             behind = self.behind if number == step.domain.llm else self.behind_encoders
             behind.append(len(own.buckets) - len(own.left))
+            carrying = (of for at, of in step.closing.items() if at.kind is Kind.ENCODE_BACKWARD)
+            if number == step.domain.llm and any((number, part) in begins for begins in carrying):
+                self.carried.append(behind[-1])
         elif own is not None and own.coming and own.coming[0].layer == FRONT:
             self.early.append(str(op))
 
@@ -96,10 +108,17 @@ class Watched:
 _WATCHED = (Kind.ENCODE, Kind.FORWARD, Kind.REDUCE)
 
 
-def _train(rank: int, config: Config, world: int, least: int) -> dict[str, Any]:
+def _amid(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
+    return reduced_amid(moves, orders_of(timeline, moves))
+
+
+def _train(rank: int, config: Config, world: int, least: int, carried: bool) -> dict[str, Any]:
     patch = pytest.MonkeyPatch()
     with patch.context() as patched:
         patched.setattr(buckets, "LEAST", least)
+        if carried:  # as if reducing took so long that the last backwards of the LLM hid little of it
+            for module in (serial, candidates):
+                patched.setattr(module, "orders_of", _amid)
         trainer = make_trainer(rank, config, world)
         watched, update, do = Watched(trainer), trainer.update_weights, _RunningStep.do
         patched.setattr(_RunningStep, "do", lambda step, op: (watched.doing(step, op), do(step, op)))
@@ -122,7 +141,7 @@ def test_buckets_travel_behind_passes_and_change_nothing(
     found = {}
     for name, least, more in (("one", 40_000_000, []), ("many", 400, []), ("apart", 400, [APART])):
         config = compose_config(overrides(data, tmp_path / name, "train.steps=3", *keys, *more))
-        found[name] = ranks.run(world, _train, config, world, least)
+        found[name] = ranks.run(world, _train, config, world, least, "carried" in layout)
     for one, many in zip(found["one"], found["many"], strict=True):
         assert many["losses"] == pytest.approx(one["losses"], rel=1e-6)
         assert many["after"] == [many["held"]] * 3
@@ -130,11 +149,16 @@ def test_buckets_travel_behind_passes_and_change_nothing(
         assert not many["left"]
         assert min(many["counts"]) > max(one["counts"])
         # Parts of one layer have little behind it.
-        if "layout.llm.parts=2" not in keys:
+        if "layout.llm.parts=2" not in keys and "carried" not in layout:
             assert min(many["behind"]) > 0
     for apart, many in zip(found["apart"], found["many"], strict=True):
         assert apart["losses"] == many["losses"]
         assert apart["counts"] == many["counts"]
         assert not any((*apart["early"], *apart["left"], *apart["behind"], *apart["behind_encoders"]))
+    if "carried" in layout:
+        # Behind an encoder that the LLM's buckets fill, its own have to wait.
+        carried = [count for many in found["many"] for count in many["carried"]]
+        assert len(carried) >= 3 * world // 2
+        assert min(carried) > 0
     # Ranks that encode nothing in a step have nothing to reduce it behind.
     assert any(any(many["behind_encoders"]) for many in found["many"]) == (FROZEN not in keys)

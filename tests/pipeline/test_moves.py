@@ -7,13 +7,13 @@ import pytest
 from domain_plans import BUILDERS
 from random_domains import random_domain
 
-from pipeline.builders.one_queue.moves import moves_of, queue_ns, reduced_early
+from pipeline.builders.one_queue.moves import moves_of, queue_ns, reduced_amid, reduced_early
 from pipeline.builders.one_queue.rendezvous import meet
 from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
-from pipeline.reductions import follows_llm
+from pipeline.reductions import follows_llm, runs_alone
 from pipeline.simulator import ComputeCost, StuckError, nothing, run
 
 
@@ -25,12 +25,20 @@ def costly(costs: Costs) -> Costs:
 
 def begun_before(lists: DomainPlan, domain: DomainPlan, ns: int) -> ComputeCost:
     """A reduction begins so long before its place where it follows a backward at once, as in the lists that
-    `domain` had before they were put into an order.
+    `domain` had before they were put into an order; twice as long if it is another one and follows, behind
+    reductions alone, the backward of an encoder that a team runs alone.
     """
 
     def before(rank: int, op: Op) -> int:
-        of = [ops[ops.index(op) - 1] for ops in (lists.ops_of(rank), domain.ops_of(rank))]
-        return ns * (of[0] == of[1] and (of[0].kind is Kind.ENCODE_BACKWARD or follows_llm(lists, of[0], op)))
+        team = rank // lists.team
+        if op.kind is not Kind.REDUCE:
+            return 2 * ns * runs_alone(lists, op, team)
+        ops, own = lists.ops_of(rank), domain.ops_of(rank)
+        fronts = (other for other in reversed(ops[: ops.index(op)]) if other.kind is not Kind.REDUCE)
+        front = next(fronts, op)
+        if own[own.index(op) - 1] == front:
+            return ns * (front.kind is Kind.ENCODE_BACKWARD or follows_llm(lists, front, op))
+        return 2 * ns * runs_alone(lists, front, team)
 
     return before
 
@@ -49,7 +57,8 @@ def test_lists_take_in_one_queue_what_the_abstract_machine_says(schedule: str) -
         begun = random.choice((0, 7, 40))
         moves = moves_of(timeline, begun_before(domain, domain, begun))
         late = meet(moves, 1)
-        for orders in (orders_of(timeline, moves), meet(moves, 0), late, reduced_early(moves, late)):
+        others = reduced_early(moves, late), reduced_amid(moves, late)
+        for orders in (orders_of(timeline, moves), meet(moves, 0), late, *others):
             lists = replace(domain, ops=tuple(map(tuple, in_orders(domain, orders))))
             own = nothing, begun_before(lists, domain, begun)
             try:

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 from domain_plans import COMPONENTS, Shape, Work, make_plan
 
+from parallel.work import Grad
 from pipeline.builders.one_queue.serial import serialise
 from pipeline.domain_plan import DomainPlan
 from pipeline.expand import expand
 from pipeline.ops import COMPUTE, ISSUED, Kind, Op
-from pipeline.reductions import with_reductions
+from pipeline.reductions import in_front, with_reductions
 from pipeline.simulator import run
 
-IMAGE, LLM = COMPONENTS.index("image"), COMPONENTS.index("llm")
+AUDIO, IMAGE, LLM = (COMPONENTS.index(name) for name in ("audio", "image", "llm"))
 
 
 def two_stages() -> DomainPlan:
@@ -63,6 +64,39 @@ def test_a_shared_embedding_waits_for_the_last_part():
     assert ops.index(Op(Kind.REDUCE, LLM)) > ops.index(order[1])
     (ops,) = with_reductions([order[:1]], domain, COMPONENTS)  # of another rank's output it waits for nothing
     assert ops[:2] == [order[0], Op(Kind.REDUCE, LLM)]
+
+
+def begun_behind(*ops: Op, width: int = 1) -> list[tuple[Op, tuple[tuple[int, int], ...]]]:
+    """What begins behind the ops of a rank that goes back through an image, which `width` ranks share."""
+    work = [Work("image", 0, tuple(range(width)), (2,) * width)]
+    domain = make_plan(Shape(2), 1, work, "encode_first").domain
+    domain = replace(domain, ops=(ops, ops))
+    return list(in_front(domain, COMPONENTS, 0).items())
+
+
+ENCODED, WEIGHTS = Op(Kind.ENCODE_BACKWARD, 0), Op(Kind.ENCODE_BACKWARD, 0, grad=Grad.WEIGHT)
+INPUTS, LLM_BACK = Op(Kind.ENCODE_BACKWARD, 0, grad=Grad.INPUT), Op(Kind.BACKWARD, 0)
+OF_LLM, OF_IMAGE, OF_AUDIO = Op(Kind.REDUCE, LLM), Op(Kind.REDUCE, IMAGE), Op(Kind.REDUCE, AUDIO)
+
+
+def test_what_is_complete_goes_behind_the_backward_of_an_encoder_that_a_rank_runs_alone():
+    both = ((LLM, 0), (IMAGE, 0))
+    assert begun_behind(ENCODED, OF_LLM, OF_IMAGE) == [(ENCODED, both)]
+    assert begun_behind(WEIGHTS, OF_LLM, OF_IMAGE, OF_AUDIO) == [(WEIGHTS, both)]
+    assert begun_behind(INPUTS, OF_LLM, WEIGHTS, OF_IMAGE) == [(INPUTS, both[:1]), (WEIGHTS, both[1:])]
+    # Gradients of weights are not made in the half for inputs, nor is what stands behind others.
+    assert begun_behind(INPUTS, OF_IMAGE, OF_LLM) == []
+    assert begun_behind(ENCODED, OF_IMAGE, OF_LLM) == [(ENCODED, both[1:])]
+    # An op between them may be one that peers wait for.
+    assert begun_behind(ENCODED, Op(Kind.SHIP, 0), OF_LLM) == []
+    # The last part may make gradients of the first one's embedding.
+    assert begun_behind(LLM_BACK, OF_IMAGE, OF_LLM) == []
+    assert begun_behind(LLM_BACK, OF_LLM, OF_IMAGE) == [(LLM_BACK, both[:1])]
+
+
+def test_nothing_but_its_own_goes_behind_what_several_ranks_run_together():
+    assert begun_behind(ENCODED, OF_LLM, OF_IMAGE, width=2) == []
+    assert begun_behind(ENCODED, OF_IMAGE, OF_LLM, width=2) == [(ENCODED, ((IMAGE, 0),))]
 
 
 def test_in_one_queue_reductions_are_issued_after_all_else():

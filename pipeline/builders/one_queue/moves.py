@@ -6,6 +6,7 @@ An order gives for each team the places of its ops, in the order in which it sha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from pipeline.channels import Transfer
 from pipeline.ops import BACKWARDS, Kind
@@ -27,7 +28,8 @@ class Moves:
     also listed by place. `last_pass` is the place of the last pass of the LLM, or -1. `computes_together`
     says whether some of its compute is a transfer as well, `computes_alone` whether some is not.
     `goes_behind` has by place the reductions that follow a backward at once: if they do so in an order,
-    they begin behind it, so many nanoseconds before it ends.
+    they begin behind it, so many nanoseconds before it ends. `carries` has the backwards that other
+    reductions may begin behind, if they follow at once in an order.
     """
 
     kinds: list[int]
@@ -40,11 +42,13 @@ class Moves:
     computes_together: bool
     computes_alone: bool
     goes_behind: dict[int, int]
+    carries: dict[int, int]
 
 
 def moves_of(timeline: Timeline, before_ns: ComputeCost = nothing) -> list[Moves]:
     """Return the moves of every team of a timeline, which ran with a queue for each communicator. A REDUCE
-    begins behind a backward that it follows at once, `before_ns` before that ends.
+    begins behind a backward that it follows at once, `before_ns` before that ends: that of the REDUCE if it
+    is of the same part, else that of the backward.
     """
     return [
         _moves(timeline, team, transfers, ends, before_ns)
@@ -65,6 +69,7 @@ def _moves(
     uses: dict[Transfer, int] = {}
     receives: list[int] = []
     goes_behind: dict[int, int] = {}
+    carries: dict[int, int] = {}
     before = began = 0
     last_pass, together, alone = -1, False, False
     domain, ops = timeline.domain, timeline.domain.ops[team]
@@ -76,6 +81,8 @@ def _moves(
             ns = end - began if transfer is None else transfer.ns
             if kind is Kind.FORWARD or kind is Kind.BACKWARD:
                 last_pass = at
+            elif kind is Kind.ENCODE_BACKWARD and (carried := before_ns(team * domain.team, op)):
+                carries[at] = carried
         elif what == WAIT:
             if op.on is Kind.REDUCE:
                 what = WAIT_REDUCED
@@ -95,7 +102,9 @@ def _moves(
         takes.append(ns)
         before += ns
         began = end
-    return Moves(kinds, transfers, takes, issues, uses, receives, last_pass, together, alone, goes_behind)
+    return Moves(
+        kinds, transfers, takes, issues, uses, receives, last_pass, together, alone, goes_behind, carries
+    )
 
 
 def reduced_early(moves: Sequence[Moves], orders: Orders) -> Orders:
@@ -113,6 +122,39 @@ def _reduced_early(moves: Moves, order: list[int]) -> list[int]:
         early.add(at)
     rest = (at for at in order if at not in early)
     return [one for at in rest for one in ((at, at + 1) if at + 1 in early else (at,))]
+
+
+def reduced_amid(moves: Sequence[Moves], orders: Orders) -> Orders:
+    """Return orders in which reductions come once a team has nothing else to issue: behind the longest
+    backward that carries them, as far as it need not wait for another team before, else in front of what it
+    computes then. Those of gradients that are not complete by then follow their own backward at once.
+    """
+    return [_reduced_amid(of, order) for of, order in zip(moves, orders, strict=True)]
+
+
+def _reduced_amid(moves: Moves, order: list[int]) -> list[int]:
+    kinds = moves.kinds
+    issued = max((number for number, at in enumerate(order) if kinds[at] in (ISSUE, RECEIVE)), default=-1)
+    computes = [at for at in order[issued + 1 :] if kinds[at] == COMPUTE]
+    if not computes:
+        return order
+    carrying = [*takewhile(moves.carries.__contains__, computes)]
+    out = [at for at in order if kinds[at] != REDUCE]
+    first = out.index(computes[0])
+    if carrying:
+        first = out.index(max(carrying, key=moves.carries.__getitem__)) + 1
+    last = next((number for number, at in enumerate(out) if kinds[at] == WAIT_REDUCED), len(out))
+    place = 0
+    for count, at in enumerate(at for at in order if kinds[at] == REDUCE):
+        if at < computes[0]:
+            place = max(place, first + count)
+        elif at in moves.goes_behind:
+            place = max(place, out.index(at - 1) + 1)
+        else:
+            place = max(place, last + count)
+        out.insert(place, at)
+        place += 1
+    return out
 
 
 def queue_ns(moves: Sequence[Moves], orders: Sequence[Sequence[int]], issue_ns: int = 0) -> int | None:
@@ -194,11 +236,22 @@ class _OneQueue:
             else:
                 if kind != COMPUTE:
                     now += self.issue_ns
-                if kind == REDUCE and at and order[at - 1] == place - 1:
-                    self.behind[team] = of.goes_behind.get(place, 0)
+                if kind == REDUCE:
+                    self.behind[team] = _begun_before(of, order, at)
                 self.at[team], self.now[team] = at + 1, now
                 ready = self.first[transfer] = self.first.get(transfer, 0) + 1
                 if ready == len(transfer.teams):
                     self.complete.append(transfer)
                 return
         self.at[team], self.now[team] = len(order), now
+
+
+def _begun_before(moves: Moves, order: Sequence[int], at: int) -> int:
+    """How long before its place in an order a REDUCE began, behind what reductions follow at once there."""
+    front = at - 1
+    while front >= 0 and moves.kinds[order[front]] == REDUCE:
+        front -= 1
+    if front < 0:
+        return 0
+    own = order[at] == order[front] + 1
+    return moves.goes_behind.get(order[at], 0) if own else moves.carries.get(order[front], 0)

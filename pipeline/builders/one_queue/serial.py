@@ -11,8 +11,9 @@ waits for one, it issues all that have lower numbers. Compute that several ranks
 well, and they wait for it where it stands. There a message can go only between two ops of both its ends;
 where much of the compute is of that kind, `rendezvous.py` finds a better order. Of both the one that is
 simulated to take less is returned; where all compute is of that kind, only the second is made. Reductions
-that may go on behind the last backwards follow them at once, in front of everything else, if that runs to the
-end and takes less.
+that may go on behind the last backwards follow them at once, in front of everything else, or they go on
+behind the backward of an encoder that a team runs by itself when it has nothing else to issue, if that runs
+to the end and takes less.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -21,7 +22,7 @@ transfer, so it has a higher number.
 from collections import deque
 from collections.abc import Sequence
 
-from pipeline.builders.one_queue.moves import Moves, Orders, moves_of, queue_ns, reduced_early
+from pipeline.builders.one_queue.moves import Moves, Orders, moves_of, queue_ns, reduced_amid, reduced_early
 from pipeline.builders.one_queue.rendezvous import NEVER, meet
 from pipeline.channels import Transfer
 from pipeline.domain_plan import DomainPlan
@@ -65,14 +66,14 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     if not together or any(of.computes_alone for of in moves):
         lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
         tried.insert(0, [_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)])
+    best = _fastest(moves, tried)[1] if len(tried) > 1 else 0
+    # Reductions that come last change little of what else waits: the best order is best with others, too.
+    further = [tried[best]]
+    if any(of.carries for of in moves):
+        further.append(reduced_amid(moves, tried[best]))
     if any(of.goes_behind for of in moves):
-        # Reductions that come last change little of what else waits: the best order is best with those, too.
-        early = [reduced_early(moves, order) for order in tried]
-        early_ns, best = _fastest(moves, early)
-        if early_ns < NEVER:
-            late_ns, _ = _fastest(moves, [tried[best]])
-            return tried[best] if late_ns <= early_ns else early[best]
-    return tried[0] if len(tried) == 1 else tried[_fastest(moves, tried)[1]]
+        further.append(reduced_early(moves, tried[best]))
+    return further[_fastest(moves, further)[1]] if len(further) > 1 else further[0]
 
 
 def _fastest(moves: Sequence[Moves], tried: Sequence[Orders]) -> tuple[int, int]:
