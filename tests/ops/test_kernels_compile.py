@@ -10,7 +10,8 @@ from kernel_calls import compiled, process_with
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-CAPABILITIES = pytest.mark.parametrize("capability", [80, 90, 100])
+OTHERS = [pytest.param(capability, marks=pytest.mark.slow) for capability in (80, 100)]
+CAPABILITIES = pytest.mark.parametrize("capability", [90, *OTHERS])
 KINDS = ["silu", "gelu", "gelu_tanh", "quick_gelu"]
 TOKENS = 64
 
