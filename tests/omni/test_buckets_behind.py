@@ -109,7 +109,8 @@ _WATCHED = (Kind.ENCODE, Kind.FORWARD, Kind.REDUCE)
 
 
 def _amid(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
-    return reduced_amid(moves, orders_of(timeline, moves))
+    orders = orders_of(timeline, moves)
+    return reduced_amid(moves, orders) or orders
 
 
 def _train(rank: int, config: Config, world: int, least: int, carried: bool) -> dict[str, Any]:

@@ -122,7 +122,10 @@ def ordered(random: Random, schedule: str) -> Iterator[DomainPlan]:
     moves = moves_of(timeline, carrying(plan.domain))
     met = meet(moves, random.choice((0, 1)))
     for of in ORDERS.values():
-        lists = in_orders(plan.domain, of(moves, met))
+        orders = of(moves, met)
+        if orders is None:
+            continue
+        lists = in_orders(plan.domain, orders)
         domain = replace(plan.domain, ops=tuple(map(tuple, lists)))
         try:
             run(domain, lambda rank, op: 1, lambda op: 1, single_fifo=True)

@@ -7,7 +7,15 @@ import pytest
 from domain_plans import BUILDERS
 from random_domains import random_domain
 
-from pipeline.builders.one_queue.moves import moves_of, queue_ns, reduced_amid, reduced_early
+from pipeline.builders.one_queue.moves import (
+    COMPUTE,
+    REDUCE,
+    Moves,
+    moves_of,
+    queue_ns,
+    reduced_amid,
+    reduced_early,
+)
 from pipeline.builders.one_queue.rendezvous import meet
 from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
 from pipeline.costs import Costs
@@ -43,6 +51,15 @@ def begun_before(lists: DomainPlan, domain: DomainPlan, ns: int) -> ComputeCost:
     return before
 
 
+def delays_nothing(moves: Moves, order: list[int]) -> bool:
+    """Whether no compute stands in the queue behind reductions that keep the pace of others."""
+    paced = [
+        number for number, at in enumerate(order) if moves.kinds[at] == REDUCE and order[number - 1] != at - 1
+    ]
+    behind = order[paced[0] :] if paced else []
+    return all(moves.transfers[at] is None for at in behind if moves.kinds[at] == COMPUTE)
+
+
 @pytest.mark.parametrize("schedule", BUILDERS)
 def test_lists_take_in_one_queue_what_the_abstract_machine_says(schedule: str) -> None:
     """Whether ranks compute alone or together, whatever issuing takes them, and if reductions go on behind
@@ -57,7 +74,9 @@ def test_lists_take_in_one_queue_what_the_abstract_machine_says(schedule: str) -
         begun = random.choice((0, 7, 40))
         moves = moves_of(timeline, begun_before(domain, domain, begun))
         late = meet(moves, 1)
-        others = reduced_early(moves, late), reduced_amid(moves, late)
+        amid = reduced_amid(moves, late)
+        assert amid is None or all(map(delays_nothing, moves, amid))
+        others = filter(None, (reduced_early(moves, late), amid))
         for orders in (orders_of(timeline, moves), meet(moves, 0), late, *others):
             lists = replace(domain, ops=tuple(map(tuple, in_orders(domain, orders))))
             own = nothing, begun_before(lists, domain, begun)

@@ -6,7 +6,6 @@ An order gives for each team the places of its ops, in the order in which it sha
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from pipeline.channels import Transfer
 from pipeline.ops import BACKWARDS, Kind
@@ -124,21 +123,28 @@ def _reduced_early(moves: Moves, order: list[int]) -> list[int]:
     return [one for at in rest for one in ((at, at + 1) if at + 1 in early else (at,))]
 
 
-def reduced_amid(moves: Sequence[Moves], orders: Orders) -> Orders:
-    """Return orders in which reductions come once a team has nothing else to issue: behind the longest
-    backward that carries them, as far as it need not wait for another team before, else in front of what it
-    computes then. Those of gradients that are not complete by then follow their own backward at once.
+def reduced_amid(moves: Sequence[Moves], orders: Orders) -> Orders | None:
+    """Return orders in which reductions come once a team has nothing else to issue, behind the last backward
+    that stands in its queue, and those of gradients that are not complete by then behind their own. None if
+    any team cannot: if that backward carries none, or other compute stands in the queue behind it.
+
+    Reductions keep the pace of the slowest of these backwards, on all that take part, as layers wait in the
+    queue for what goes behind layers before. So nothing may stand behind it that would then be late.
     """
-    return [_reduced_amid(of, order) for of, order in zip(moves, orders, strict=True)]
+    amid = [_reduced_amid(of, order) for of, order in zip(moves, orders, strict=True)]
+    return None if None in amid else [order for order in amid if order is not None]
 
 
-def _reduced_amid(moves: Moves, order: list[int]) -> list[int]:
+def _reduced_amid(moves: Moves, order: list[int]) -> list[int] | None:
     kinds = moves.kinds
     issued = max((number for number, at in enumerate(order) if kinds[at] in (ISSUE, RECEIVE)), default=-1)
     computes = [at for at in order[issued + 1 :] if kinds[at] == COMPUTE]
     if not computes:
         return order
-    carrying = [*takewhile(moves.carries.__contains__, computes)]
+    queued = [at for at in computes if moves.transfers[at] is not None]
+    carrying = [at for at in queued[-1:] or computes if at in moves.carries]
+    if queued and not carrying:
+        return None
     out = [at for at in order if kinds[at] != REDUCE]
     first = out.index(computes[0])
     if carrying:

@@ -12,8 +12,8 @@ well, and they wait for it where it stands. There a message can go only between 
 where much of the compute is of that kind, `rendezvous.py` finds a better order. Of both the one that is
 simulated to take less is returned; where all compute is of that kind, only the second is made. Reductions
 that may go on behind the last backwards follow them at once, in front of everything else, or they go on
-behind the backward of an encoder that a team runs by itself when it has nothing else to issue, if that runs
-to the end and takes less.
+behind the last backward of an encoder, if every team runs its own by itself, if that runs to the end and
+takes less.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -69,8 +69,8 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     best = _fastest(moves, tried)[1] if len(tried) > 1 else 0
     # Reductions that come last change little of what else waits: the best order is best with others, too.
     further = [tried[best]]
-    if any(of.carries for of in moves):
-        further.append(reduced_amid(moves, tried[best]))
+    if any(of.carries for of in moves) and (amid := reduced_amid(moves, tried[best])) is not None:
+        further.append(amid)
     if any(of.goes_behind for of in moves):
         further.append(reduced_early(moves, tried[best]))
     return further[_fastest(moves, further)[1]] if len(further) > 1 else further[0]
