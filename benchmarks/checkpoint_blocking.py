@@ -64,13 +64,13 @@ def waited_for_core(thread: int | None = None) -> float:
 
 
 def is_writing(trainer: Trainer) -> bool:
-    saver = trainer.checkpoints.saver
+    saver = trainer.saving.checkpoints.saver
     return saver is not None and saver.thread is not None and saver.thread.is_alive()
 
 
 def await_written(trainer: Trainer) -> float:
     """Wait until a save is on the disk; return how long its thread waited for a core."""
-    saver, waited = trainer.checkpoints.saver, 0.0
+    saver, waited = trainer.saving.checkpoints.saver, 0.0
     assert saver is not None
     thread = saver.thread
     while thread is not None and thread.is_alive():
@@ -98,7 +98,7 @@ def measure(rank: int, world: int, keys: list[str], repetitions: int, steps: int
         def save(name: str, is_counted: bool, waits: bool) -> None:
             os.sync()
             start, waited = time.perf_counter(), waited_for_core()
-            trainer.save()
+            trainer.saving.save(trainer.reporter)
             others = await_written(trainer) if waits else 0.0
             took = time.perf_counter() - start - others - (waited_for_core() - waited)
             if is_counted:
@@ -109,12 +109,12 @@ def measure(rank: int, world: int, keys: list[str], repetitions: int, steps: int
             for _ in range(steps):
                 step("step", is_counted)
             save("synchronous", is_counted, waits=True)
-            trainer.checkpoints.wait()
+            trainer.saving.finish(trainer.reporter)
             step("step", False)
             save("blocked", is_counted, waits=False)
             while is_writing(trainer):
                 step("slowed", is_counted)
-            saved = trainer.checkpoints.wait()
+            saved = trainer.saving.checkpoints.wait()
             assert saved is not None
             times["bytes"].append(saved.bytes)
     return dict(times)

@@ -105,7 +105,7 @@ def drill(rank: int, world: int, keys: list[str], folder: Path, times: int, seed
         shutil.copytree(checkpoints, folder / "sound")
         shutil.rmtree(checkpoints / folder_of(NEWEST))
     dist.barrier()
-    assert trainer.restore() == GOOD
+    assert trainer.saving.restore() == GOOD
     expected = [tensor.clone() for tensor in weights(trainer)]
     rng = random.Random(seed)
     outcomes, wrong = Counter[str](), []
@@ -120,7 +120,7 @@ def drill(rank: int, world: int, keys: list[str], folder: Path, times: int, seed
             tensor.fill_(7.0)
         warned = io.StringIO()
         with contextlib.redirect_stderr(warned), contextlib.redirect_stdout(warned):
-            step = trainer.restore()
+            step = trainer.saving.restore()
         outcome = step == GOOD and same(weights(trainer), expected)
         if rank == 0:
             outcome &= f"warning: {folder_of(NEWEST)}" in warned.getvalue()

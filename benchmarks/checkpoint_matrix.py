@@ -101,20 +101,20 @@ def matrix(rank: int, world: int, folder: Path, keys: list[str], layouts: dict[s
     for number, (name, layout) in enumerate(layouts.items()):
         trainer = make_trainer(rank, world, [*keys, *layout, f"run.dir={folder / str(number)}"])
         train(trainer, STEPS)
-        trainer.save()
-        trainer.checkpoints.wait()
+        trainer.saving.save(trainer.reporter)
+        trainer.saving.finish(trainer.reporter)
         written[name] = state(trainer), train(trainer, NEXT)
         trainers[name] = trainer
     worst, wrong, pairs = 0.0, [], 0
-    stores = {name: trainer.checkpoints for name, trainer in trainers.items()}
+    stores = {name: trainer.saving.checkpoints for name, trainer in trainers.items()}
     for target, trainer in trainers.items():
         for source, (expected, losses) in written.items():
             if source == target:
                 continue
-            trainer.checkpoints = Checkpoints(
-                stores[source].storage, trainer.folder, trainer.rank, stores[source].keep
+            trainer.saving.checkpoints = Checkpoints(
+                stores[source].storage, trainer.folder, trainer.rank, trainer.control, stores[source].keep
             )
-            assert trainer.restore() == STEPS
+            assert trainer.saving.restore() == STEPS
             found = state(trainer)
             if rank == 0:
                 wrong += [f"{source} → {target}: {name}" for name in differs(expected, found)]

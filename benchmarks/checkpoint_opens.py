@@ -63,8 +63,8 @@ def counted(rank: int, world: int, keys: list[str]) -> tuple[int, int, int]:
     trainer = make_trainer(rank, world, keys)
     with trainer.ahead() as ahead:
         trainer.update(trainer.run_step(trainer.begin(ahead, 1)))
-    trainer.save()
-    trainer.checkpoints.wait()
+    trainer.saving.save(trainer.reporter)
+    trainer.saving.finish(trainer.reporter)
     counts: dict[str, int] = defaultdict(int)
     original = Storage.open
 
@@ -73,7 +73,7 @@ def counted(rank: int, world: int, keys: list[str]) -> tuple[int, int, int]:
         return Counted(original(storage, name), counts)
 
     Storage.open = opening  # type: ignore[method-assign]
-    assert trainer.restore() == 1
+    assert trainer.saving.restore() == 1
     components = trainer.rank.components.items()
     shards = [s for name, o in components for s in owned(o, trainer.rank.names[name])]
     dist.barrier()

@@ -74,7 +74,7 @@ def measure(
         DataError: on all ranks, if there is nothing to learn from the first step.
     """
     trainer = Trainer(spec, folder, rank, device, plan_step)
-    trainer.restore()
+    trainer.saving.restore()
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
         loss = first_loss(done)

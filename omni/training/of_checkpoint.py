@@ -87,7 +87,7 @@ def main(config_path: Path) -> int:
         trainer = Trainer(spec, folder, rank, device, plan_step)
         screen = Progress(1) if rank == 0 else Silent()
         with contextlib.closing(trainer), contextlib.closing(screen), trainer.watchdog:
-            trainer.restore()
+            trainer.saving.restore()
             result = (
                 generated(trainer, step, task, screen) if task.prompts else evaluated(trainer, step, screen)
             )

@@ -10,26 +10,22 @@ lies between taking and settling is written in `omni/rank/step.py`.
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from dataloader.decoders import decoder_versions
 from dataloader.loader import Loader
 from dataloader.node_cache import NodeCache, cache_folder
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.reader import open_reader
-from infra.checkpoint import CheckpointError, Keep, folder_of
 from infra.run_folder import RunFolder
 from infra.screen import beside
 from infra.shutdown import StopFlag
 from infra.watchdog import Watchdog
 from omni.config import Config
 from omni.models.registry import prepare_item
-from omni.planning.mixture import positions
 from omni.planning.plan_process import PlanStep, plan_step
 from omni.planning.run_spec import RunSpec
 from omni.rank.bad_samples import BadSamples
@@ -37,12 +33,9 @@ from omni.rank.build import Rank, build_rank
 from omni.rank.step import execute, sum_step, update, waiting_at
 from omni.training.ahead import Ahead, Prepared, loader_threads
 from omni.training.augmenting import augmenting_of
-from omni.training.begin import begin
-from omni.training.checkpoints import Checkpoints
 from omni.training.evaluate import Evaluator, Transcription
 from omni.training.figures import StepRun, Unsettled
 from omni.training.file_hashes import hashing_files
-from omni.training.fingerprint import check_fingerprint, fingerprint, other_decoders
 from omni.training.garbage import held_in
 from omni.training.generate import Limit
 from omni.training.health import Health
@@ -50,7 +43,7 @@ from omni.training.learning import CostTables
 from omni.training.profile import Profile
 from omni.training.progression import Progression, check_failures
 from omni.training.reporter import Reporter, Silent
-from omni.training.storage import storage_of
+from omni.training.saving import Saving
 from omni.training.telling import Spent, Telling
 from omni.training.timeline import meet, record
 from omni.training.vector import OfPlan
@@ -62,8 +55,6 @@ from pipeline.laps import DATA, END, PLAN, SAVE, idle_of, whole_ns
 from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
 from pipeline.stopwatch import Stopwatch
-
-SAVING_S = 60.0  # how long a run that has failed waits for a checkpoint that is being written
 
 
 class Trainer:
@@ -112,15 +103,13 @@ class Trainer:
         self.evaluator = Evaluator(spec, self.rank, heldout, self.control)
         self.health = Health(self.config.health, self.rank, spec.table.parts, folder, self.control)
         self.telling = Telling(self.control, spec, self.rank, self.tables, self.health)
-        keep = Keep(self.config.train.keep_checkpoints, self.config.train.keep_every)
-        self.checkpoints = Checkpoints(storage_of(self.config, folder), folder, self.rank, self.control, keep)
-        self.decoders = decoder_versions()
-        self.fingerprint = fingerprint(spec)  # once: it takes a tenth of a save of 250 MB
         self.save_is_due = self.stopped = False
         self.queues = device.type == "cuda"  # the device computes behind the host
         self.unsettled: Unsettled | None = None
         self.settled_s = 0.0  # when the last step was, by time.perf_counter()
         self.progression = Progression(folder.metrics)
+        beat = self.watchdog.beat
+        self.saving = Saving(spec, folder, self.rank, self.control, self.progression, self.tables, beat)
         self.reporter: Reporter | Silent = Silent()
 
     @property
@@ -130,7 +119,7 @@ class Trainer:
 
     def run(self) -> bool:
         """Train. Returns True when all steps are done, False after saving if a signal asked to stop."""
-        resumed = self.restore()
+        resumed = self.saving.restore()
         if self.step >= self.config.train.steps and self.folder.summary.exists():
             if self.rank.is_first:
                 print(f"run folder {self.folder.path}: all {self.step} steps are done; nothing to train")
@@ -139,7 +128,7 @@ class Trainer:
             self.watchdog,
             self.stop,
             self.reporting(resumed) as report,
-            self.saving(report),
+            self.saving.finishing(report),
             self.ahead() as ahead,
             hashing_files(self.folder, self.number, self.spec.arrangement.world, self.stop),
         ):
@@ -163,7 +152,7 @@ class Trainer:
                     break
             self.end()
             self.save_if_due(report)
-            self.finish_saving(report)  # first: whatever ends generation, the run is done
+            self.saving.finish(report)  # first: whatever ends generation, the run is done
             if self.stopped:
                 report.note(
                     f"stopped after step {self.step}: {self.stop.signal_name or 'a signal to another rank'}"
@@ -313,7 +302,7 @@ class Trainer:
         heldout = {} if done.totals.stop else self.evaluate(step)
         if stays:
             record(self.folder, self.spec, self.rank, done, stays, self.control)
-        report.saved(self.checkpoints.finished())
+        report.saved(self.saving.checkpoints.finished())
         report.loaded(self.files.bytes_read, loader.prepare_s, self.files.cached_bytes)
         report.step(done, self.rank.optimizer, step_s, heldout, bool(stays))
         # All ranks have the same totals: they stop at the same step.
@@ -370,79 +359,20 @@ class Trainer:
         return self.evaluator.transcribe_all(self.step, limit, note)
 
     def save_if_due(self, report: Reporter | Silent) -> float:
-        """Save the step done last if that is due; return how many seconds that held training up."""
+        """Save the step done last if that is due; return how many seconds that held training up.
+
+        A step that was skipped, or whose loss is not finite, is not saved: the next that is sound will be.
+        """
         if not (self.save_is_due and self.progression.sound):
             return 0.0
         start = time.perf_counter()
         self.hear(self.step)  # its record comes before the checkpoint
         self.health.compare_now(self.step)
         report.settle()
-        self.finish_saving(report)
-        report.held_up(self.save())
+        self.saving.save(report)
+        self.save_is_due = False
         self.watch.done(SAVE)
         return time.perf_counter() - start
-
-    def save(self) -> float:
-        """Begin to write a checkpoint of the step just done; return how many seconds that held training up.
-
-        A step that was skipped, or whose loss is not finite, is not saved: the next that is sound will be.
-        """
-        start = time.perf_counter()
-        self.where = f"step {self.step}: copying what is saved"
-        describe = {
-            **self.progression.state(),
-            "layout": self.spec.arrangement.describe(),
-            "cost_tables": self.tables.state(self.step),
-            "mixture": sorted(positions(self.config.data).items()),
-            "fingerprint": self.fingerprint,
-            "decoders": self.decoders,
-        }
-        self.checkpoints.save(self.step, describe)
-        self.save_is_due = False
-        self.watchdog.beat()
-        return time.perf_counter() - start
-
-    def finish_saving(self, report: Reporter | Silent) -> None:
-        """Wait until the last checkpoint is written, and report it."""
-        start = time.perf_counter()
-        self.where = f"step {self.step}: waiting until the last checkpoint is written"
-        report.saved(self.checkpoints.wait(going_on=self.watchdog.beat))
-        report.held_up(time.perf_counter() - start)
-        self.watchdog.beat()
-
-    @contextlib.contextmanager
-    def saving(self, report: Reporter | Silent) -> Iterator[None]:
-        """Let a checkpoint that is being written be finished also where a run fails."""
-        try:
-            yield
-        except BaseException:
-            try:
-                report.saved(self.checkpoints.wait(min(self.config.train.timeout_s, SAVING_S)))
-            except CheckpointError as error:
-                report.note(f"while the run fails of something else: {error}")
-            raise
-
-    def restore(self) -> int | None:
-        """Continue from the last good checkpoint and return its step, or begin and return None."""
-        manifest = self.checkpoints.restore(self.check_saved)
-        if manifest is None:
-            begin(self.spec, self.folder, self.rank, self.control)
-            self.progression.cursor = self.config.start.cursor or 0
-            return None
-        self.progression.restore(manifest)
-        costs = manifest["cost_tables"]
-        if not self.tables.restore(costs) and self.rank.is_first:
-            print("note: costs are as stated again: those learnt are of another layout, model or cluster")
-        return self.step
-
-    def check_saved(self, manifest: Mapping[str, Any]) -> None:
-        """Refuse a checkpoint that another configuration wrote, before anything of it is read."""
-        storage = self.checkpoints.storage
-        check_fingerprint(manifest, self.fingerprint, storage)
-        others = other_decoders(manifest, self.decoders)
-        if others and self.first:
-            print(f"warning: items may decode to other values than before: {'; '.join(others)}", flush=True)
-        self.say(f"reading {storage.locate(folder_of(manifest['step']))}")
 
     @contextlib.contextmanager
     def reporting(self, resumed: int | None) -> Iterator[Reporter | Silent]:

@@ -130,7 +130,7 @@ def _load_and_save(rank: int, config: Config, world: int, expected: Path) -> lis
     and of its biases of experts, which every rank of a stage holds and one of them saves.
     """
     trainer = make_trainer(rank, config, world)
-    assert trainer.restore() == 2
+    assert trainer.saving.restore() == 2
     full, biases = torch.load(expected, weights_only=True)
     wrong = []
     if (stage := trainer.rank.stage) is not None:
@@ -142,8 +142,8 @@ def _load_and_save(rank: int, config: Config, world: int, expected: Path) -> lis
             value = full[f"{component}/{named.name}"]["main"].reshape(named.region.shape)
             if not torch.equal(named.own, named.cut(value).to(named.own.dtype)):
                 wrong.append(f"{component}/{named.name}")
-    trainer.save()
-    trainer.checkpoints.wait()
+    trainer.saving.save(trainer.reporter)
+    trainer.saving.finish(trainer.reporter)
     return wrong
 
 

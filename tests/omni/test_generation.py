@@ -63,7 +63,7 @@ def generated(rank: int, config: Config, world: int) -> tuple[list[list[int]], l
     """
     folder = RunFolder.create(Path(config.run.dir))
     trainer = Trainer(prepare_run(config, world), folder, rank, torch.device("cpu"))
-    trainer.restore()
+    trainer.saving.restore()
     frame = Frame(bos=False, end_of_item=False, eos=False)
     prompts = [
         Prompt(SampleMeta(n, "prompts", len(ids), (), 0, frame=frame), np.array(ids, np.int64))

@@ -67,7 +67,7 @@ def trained(
     build.initialise = draw_all
     try:
         trainer = Trainer(prepare_run(config, world), RunFolder.create(Path(config.run.dir)), rank, CPU)
-        trainer.restore()
+        trainer.saving.restore()
     finally:
         build.initialise = initialise
     losses = []
@@ -78,8 +78,8 @@ def trained(
             losses.append(done.totals.loss)
             gradients = collect(trainer, partial(_gradient, done.totals.num_targets))
             trainer.update(done)
-    trainer.save()
-    trainer.checkpoints.wait()
+    trainer.saving.save(trainer.reporter)
+    trainer.saving.finish(trainer.reporter)
     trainer.control.barrier("the end")
     trainer.close()
     return losses, gradients, weights

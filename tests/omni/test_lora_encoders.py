@@ -44,7 +44,7 @@ def stepped(
     try:
         folder = RunFolder.create(Path(config.run.dir))
         trainer = Trainer(prepare_run(config, world), folder, rank, CPU)
-        trainer.restore()
+        trainer.saving.restore()
     finally:
         build.initialise = initialise
     if begins_with is not None:
@@ -53,8 +53,8 @@ def stepped(
             for own in owned(optimizer, trainer.rank.names[name]):
                 own.main.data.view(-1).copy_(weights[f"{name}/{own.name}"].view(-1))
         spread_weights(trainer.rank.components)
-    trainer.save()
-    trainer.checkpoints.wait()
+    trainer.saving.save(trainer.reporter)
+    trainer.saving.finish(trainer.reporter)
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
         gradients = collect(trainer, partial(_gradient, done.totals.num_targets))

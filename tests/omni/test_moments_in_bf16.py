@@ -51,7 +51,7 @@ def train(rank: int, config: Config, world: int) -> State | None:
     """
     spec = prepare_run(config, world)
     trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, torch.device("cpu"))
-    trainer.restore()
+    trainer.saving.restore()
     trainer.run()
 
     def held(shard: Owned, key: str) -> torch.Tensor | None:

@@ -75,7 +75,7 @@ def _does(rank: int, config: Config, world: int, task: Task, folder: Path) -> di
     """A task, as a rank does it."""
     spec = prepare_run(config, world, task.trace)
     trainer = Trainer(spec, RunFolder.create(folder), rank, torch.device("cpu"))
-    trainer.restore()
+    trainer.saving.restore()
     step = 0  # a label
     result = generated(trainer, step, task, Silent()) if task.prompts else evaluated(trainer, step, Silent())
     trainer.close()

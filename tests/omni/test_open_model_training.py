@@ -23,7 +23,7 @@ def losses_of(rank: int, config: Config, world: int) -> list[float]:
     """The losses of all steps of a run."""
     folder = RunFolder.create(Path(config.run.dir))
     trainer = Trainer(prepare_run(config, world), folder, rank, torch.device("cpu"))
-    trainer.restore()
+    trainer.saving.restore()
     losses = []
     with trainer.ahead() as ahead:
         for step in range(1, config.train.steps + 1):

@@ -116,11 +116,11 @@ def trained(rank: int, config: Config, world: int) -> tuple[float, dict[str, tor
     try:
         folder = RunFolder.create(Path(config.run.dir))
         trainer = Trainer(prepare_run(config, world), folder, rank, torch.device("cpu"))
-        trainer.restore()
+        trainer.saving.restore()
     finally:
         folder_weights.FolderReader.__init__ = make_reader
-    trainer.save()
-    trainer.checkpoints.wait()
+    trainer.saving.save(trainer.reporter)
+    trainer.saving.finish(trainer.reporter)
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
         found = collect(trainer, lambda own: own.grad)

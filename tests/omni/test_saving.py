@@ -28,6 +28,7 @@ from omni.rank.build import Rank
 from omni.training.checkpoints import Checkpoints
 from omni.training.progression import NoUpdateError
 from omni.training.reporter import Silent
+from omni.training.saving import Saving
 from omni.training.trainer import Trainer
 from parallel.control import Control
 from parallel.control_tree import Tree
@@ -63,7 +64,7 @@ def _restore(rank: int, config: Config) -> tuple[int | str | None, list[str]]:
 
     with patch.object(Storage, "open", opening):
         try:
-            return trainer.restore(), opened
+            return trainer.saving.restore(), opened
         except CheckpointError as error:
             return str(error), opened
 
@@ -158,7 +159,7 @@ def _restore_blindly(rank: int, config: Config, blind: int, how: str) -> int | s
 
     with patch.object(Storage, "open", opening if rank == blind else original):
         try:
-            return trainer.restore()
+            return trainer.saving.restore()
         except CheckpointError as error:
             return str(error)
 
@@ -190,7 +191,7 @@ def _restore_unmoved(rank: int, config: Config) -> str:
     trainer = make_trainer(rank, config, 2)
     unwritable = OSError(30, "Read-only file system")
     with patch.object(Storage, "move", side_effect=[unwritable]), pytest.raises(CheckpointError) as error:
-        trainer.restore()
+        trainer.saving.restore()
     return str(error.value)
 
 
@@ -234,16 +235,21 @@ def test_a_warning_says_how_to_take_back_what_was_set_aside(
 
 def test_a_last_save_that_goes_on_is_progress_to_the_watchdog() -> None:
     beats: list[int] = []
+    stands: list[str] = []
 
     def wait(going_on: Any) -> None:
         going_on()
         going_on()
 
-    trainer = SimpleNamespace(
-        step=4, checkpoints=SimpleNamespace(wait=wait), watchdog=SimpleNamespace(beat=lambda: beats.append(1))
+    saving = SimpleNamespace(
+        progression=SimpleNamespace(step=4),
+        checkpoints=SimpleNamespace(wait=wait),
+        rank=SimpleNamespace(note=stands.append),
+        beat=lambda: beats.append(1),
     )
-    Trainer.finish_saving(cast(Trainer, trainer), Silent())
+    Saving.finish(cast(Saving, saving), Silent())
     assert len(beats) == 3, "and once when it is done"
+    assert stands == ["step 4: waiting until the last checkpoint is written"]
 
 
 def _refused(rank: int, config: Config) -> str:
@@ -364,8 +370,9 @@ def _train_on_a_full_disk(rank: int, config: Config, at: int) -> str:
     original, run_step = Storage.write, trainer.run_step
 
     def patient(prepared, watch):  # type: ignore[no-untyped-def]
-        if trainer.checkpoints.saver is not None and trainer.checkpoints.saver.thread is not None:
-            trainer.checkpoints.saver.thread.join()  # so that the next step's record tells of it
+        saver = trainer.saving.checkpoints.saver
+        if saver is not None and saver.thread is not None:
+            saver.thread.join()  # so that the next step's record tells of it
         return run_step(prepared, watch)
 
     def write(storage: Storage, name: str, parts: object) -> None:

@@ -221,7 +221,7 @@ def _damaged(checkpoint: Path, folder: Path) -> Path:
 
 def _refused(rank: int, config: Config) -> str:
     with pytest.raises(ConfigError) as error:
-        make_trainer(rank, config, 1).restore()
+        make_trainer(rank, config, 1).saving.restore()
     return str(error.value)
 
 

@@ -66,7 +66,7 @@ def begun(rank: int, keys: list[str], world: int) -> dict[str, torch.Tensor] | N
     """The weights that ranks begin with."""
     spec = prepare_run(compose_config(keys), world)
     trainer = Trainer(spec, RunFolder.create(Path(spec.config.run.dir)), rank, CPU)
-    trainer.restore()
+    trainer.saving.restore()
     found = collect(trainer, lambda own: own.main.detach())
     trainer.control.barrier("the end")
     trainer.close()

@@ -120,7 +120,7 @@ def first_step(rank: int, config: Config, world: int) -> tuple[float, dict[str, 
     """The loss and the gradients of a first step."""
     folder = RunFolder.create(Path(config.run.dir))
     trainer = Trainer(prepare_run(config, world), folder, rank, CPU)
-    trainer.restore()
+    trainer.saving.restore()
     with trainer.ahead() as ahead:
         done = trainer.run_step(trainer.begin(ahead, 1))
         found = collect(trainer, lambda own: own.grad)
@@ -215,12 +215,12 @@ def stepped(rank: int, config: Config) -> dict[str, torch.Tensor] | None:
     """Take a step and save. Return the weights."""
     folder = RunFolder.create(Path(config.run.dir))
     trainer = Trainer(prepare_run(config, 1), folder, rank, CPU)
-    trainer.restore()
+    trainer.saving.restore()
     with trainer.ahead() as ahead:
         trainer.update(trainer.run_step(trainer.begin(ahead, 1)))
     found = collect(trainer, lambda own: own.main.detach())
-    trainer.save()
-    trainer.checkpoints.wait()
+    trainer.saving.save(trainer.reporter)
+    trainer.saving.finish(trainer.reporter)
     trainer.close()
     return found
 
