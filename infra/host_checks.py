@@ -11,9 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
+
+from ops.near_device import SYSFS, VARIABLE, cores_beside, listed, wants_node
 
 PROBE_BYTES = 16 * 2**20
 SLOW_BYTES_PER_S = 20e6
@@ -61,6 +64,34 @@ def check_threads(environment: Mapping[str, str], cores: int, ranks_here: int) -
     fits = ranks_here * threads <= max(cores, ranks_here) and (text is None or text.isdigit())
     remedy = f"unset OMP_NUM_THREADS, or set it to {max(1, cores // ranks_here)}"
     return Finding("threads", fits, said, remedy)
+
+
+def check_binding(
+    environment: Mapping[str, str], gpus: Sequence[str], given: AbstractSet[int], sysfs: Path = SYSFS
+) -> Iterator[Finding]:
+    """Which cores the rank of each GPU keeps to, of those `given` to it. `gpus` are their PCI addresses, by
+    number; `environment` is that of ranks.
+    """
+    if not gpus:
+        yield Finding("binding", True, "there are no GPUs, so ranks are bound to no cores")
+        return
+    try:
+        binds = wants_node(environment)
+    except ValueError as error:
+        yield Finding("binding", False, str(error), f"unset {VARIABLE} for {VARIABLE}=node")
+        return
+    for number, address in enumerate(gpus):
+        beside = cores_beside(address, sysfs)
+        where = f"cores {listed(beside)} lie beside {address}"
+        if not beside:
+            said = f"the machine does not tell which cores lie beside {address}: its rank is not bound"
+        elif not binds:
+            said = f"{where}; {VARIABLE} is none: its rank is not bound"
+        elif not given & beside:
+            said = f"{where}, and ranks are given {listed(given)} alone: its rank is not bound"
+        else:
+            said = f"{where}: its rank keeps to {listed(given & beside)}"
+        yield Finding(f"binding, GPU {number}", True, said)
 
 
 def check_folder(path: Path) -> Finding:

@@ -32,13 +32,18 @@ def select_device() -> torch.device:
         os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _KERNELS)
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return torch.device("cpu")
-    index, binds = int(os.environ.get("LOCAL_RANK", "0")), wants_node()
+    index, binds = int(os.environ.get("LOCAL_RANK", "0")), wants_node(os.environ)
     torch.cuda.set_device(index)
     without_kernels()
     if binds:
-        gpu: Any = torch.cuda.get_device_properties(index)
-        keep_to(cores_beside(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"))
+        keep_to(cores_beside(pci_address(index)))
     return torch.device("cuda", index)
+
+
+def pci_address(index: int) -> str:
+    """Return where a GPU of those that are visible stands, as the kernel writes it: "0000:dc:00.0"."""
+    gpu: Any = torch.cuda.get_device_properties(index)
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def make_deterministic() -> None:

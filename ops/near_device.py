@@ -6,26 +6,31 @@ has cores 48-95. The rank of GPU 3 keeps to these, or to those of them that it w
 """
 
 import os
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 
 VARIABLE = "OMNI_NUMA"
 NODE, NONE = "node", "none"
 
 
-def wants_node() -> bool:
-    """Whether this process shall keep to the cores beside its GPU.
+SYSFS = Path("/sys")
+
+
+def wants_node(environment: Mapping[str, str]) -> bool:
+    """Whether a process of this environment shall keep to the cores beside its GPU.
 
     Raises:
         ValueError: if the variable has another value than node or none.
     """
-    given = os.environ.get(VARIABLE, NONE)
+    given = environment.get(VARIABLE, NONE)
     if given not in (NODE, NONE):
         raise ValueError(f"{VARIABLE}={given}: set it to {NODE} or {NONE}")
     return given == NODE
 
 
-def cores_beside(address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
+def cores_beside(address: str, sysfs: Path = SYSFS) -> frozenset[int]:
     """Return the cores of the NUMA node of a PCI device, such as "0000:dc:00.0"; none where the machine does
     not tell, as many virtual ones do not.
     """
@@ -36,6 +41,15 @@ def cores_beside(address: str, sysfs: Path = Path("/sys")) -> frozenset[int]:
         return frozenset()
     bounds = (part.partition("-") for part in ranges.split(",") if part)
     return frozenset(core for first, _, last in bounds for core in range(int(first), int(last or first) + 1))
+
+
+def listed(cores: Iterable[int]) -> str:
+    """Cores as the kernel lists them: "2-3,6"."""
+    parts = list[str]()
+    for _, run in groupby(enumerate(sorted(cores)), lambda at: at[1] - at[0]):
+        neighbours = [core for _, core in run]
+        parts.append("-".join(map(str, dict.fromkeys((neighbours[0], neighbours[-1])))))
+    return ",".join(parts)
 
 
 def keep_to(cores: frozenset[int]) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra.host_checks import (
     Finding,
+    check_binding,
     check_descriptors,
     check_folder,
     check_name,
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
     from omni.config import Config
 
 _DESCRIPTION = """\
-Looks at what a run of this configuration needs of this machine: limits, folders, names, ports, W&B, Slurm,
-Ray. Then starts its ranks here, which check collectives and measure them by kind, and make and use every
-process group of the configuration once. Says what is wrong and what to do; the exit code is then 1.
+Looks at what a run of this configuration needs of this machine: limits, cores beside GPUs, folders, names,
+ports, W&B, Slurm, Ray. Then starts its ranks here, which check collectives and measure them by kind, and make
+and use every process group of the configuration once. Says what is wrong and what to do; the exit code is
+then 1.
 
   omni doctor experiment=quickstart
   srun --ntasks-per-node=1 omni doctor --no-ranks experiment=llama3_70b launch.ranks=1024     # every node
@@ -82,6 +84,7 @@ def _findings(config: "Config", ranks: int, arguments: argparse.Namespace) -> It
     yield _machine(here)
     yield from _limits(ranks, here)
     yield check_threads(os.environ, usable_cores(), here)
+    yield from _binding(here)
     # Without a key of its own a run's folder carries the time: what is above it counts.
     yield check_folder(Path(config.run.dir))
     yield check_shadowed(os.environ.get("PYTHONPATH", "").split(os.pathsep), Path.cwd())
@@ -103,6 +106,16 @@ def _machine(ranks: int) -> Finding:
     said = f"{machine.cores} cores, {machine.memory_bytes / 2**30:.1f} GiB, {gpus} GPUs for {ranks} ranks"
     remedy = f"{crowded}: choose fewer (launch.ranks), or more machines"
     return Finding("machine", crowded is None, said, remedy)
+
+
+def _binding(here: int) -> Iterator[Finding]:
+    from infra.environment import Place, capability, defaults
+    from ops.device import pci_address, visible_devices
+
+    gpus = [pci_address(index) for index in range(visible_devices())]
+    given = os.sched_getaffinity(0) if gpus else set[int]()
+    of_ranks = os.environ | defaults(Place(here, capability(), Path()), os.environ)
+    yield from check_binding(of_ranks, gpus, given)
 
 
 def _limits(ranks: int, here: int) -> Iterator[Finding]:

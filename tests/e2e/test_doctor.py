@@ -21,6 +21,7 @@ def test_a_machine_without_faults_passes_and_planted_ones_are_told_with_remedies
     wrong = [line for line in sound.out.splitlines() if line.startswith("WRONG")]
     assert [line for line in wrong if "Slurm" not in line and "MB/s" not in line] == []
     assert sound.code == int(bool(wrong))
+    assert "ok     binding: there are no GPUs, so ranks are bound to no cores\n" in sound.out
     (tmp_path / "file").write_text("")
     faulty = omni(
         [*SOUND, "run.dir=file/run", "launch.ranks=100000", "cluster.ranks_per_node=100000"], tmp_path

@@ -9,6 +9,7 @@ import pytest
 
 from infra import host_checks
 from infra.host_checks import (
+    check_binding,
     check_descriptors,
     check_folder,
     check_name,
@@ -58,6 +59,51 @@ def test_threads_that_do_not_fit(threads):
     wrong(check_threads({"OMP_NUM_THREADS": threads}, 16, 8), "on 16 cores", "set it to 2")
     assert check_threads({}, 16, 8).ok
     assert check_threads({}, 2, 8).ok, "ranks of one thread may share cores"
+
+
+GPUS = ["0000:1b:00.0", "0000:dc:00.0", "0000:dd:00.0"]
+
+
+@pytest.fixture
+def sysfs(tmp_path):
+    """A machine with GPUs on nodes 0 and 1, of four cores each, and one of which it says nothing."""
+    for node, (gpu, cores) in enumerate(zip(GPUS, ("0-3", "4-7"), strict=False)):
+        for path, text in (
+            (f"bus/pci/devices/{gpu}/numa_node", str(node)),
+            (f"devices/system/node/node{node}/cpulist", cores),
+        ):
+            (tmp_path / path).parent.mkdir(parents=True)
+            (tmp_path / path).write_text(text + "\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("value", "given", "first", "second"),
+    [
+        ("node", range(8), "its rank keeps to 0-3", "its rank keeps to 4-7"),
+        ("node", (0, 1, 3, 5), "its rank keeps to 0-1,3", "its rank keeps to 5"),
+        ("node", (1, 2), "its rank keeps to 1-2", "given 1-2 alone: its rank is not bound"),
+        ("none", range(8), "OMNI_NUMA is none: its rank is not bound", "OMNI_NUMA is none: its rank is not"),
+    ],
+)
+def test_cores_that_ranks_are_bound_to_are_told(sysfs, value, given, first, second):
+    found = list(check_binding({"OMNI_NUMA": value}, GPUS, set(given), sysfs))
+    assert [finding.what for finding in found] == [f"binding, GPU {number}" for number in range(3)]
+    assert all(finding.ok for finding in found)
+    for finding, gpu, cores, words in zip(found, GPUS, ("0-3", "4-7"), (first, second), strict=False):
+        assert f"cores {cores} lie beside {gpu}" in finding.said
+        assert words in finding.said
+    assert found[2].said.endswith("which cores lie beside 0000:dd:00.0: its rank is not bound")
+
+
+def test_a_binding_that_there_is_not_is_wrong(sysfs):
+    (finding,) = check_binding({"OMNI_NUMA": "socket"}, GPUS, {0}, sysfs)
+    wrong(finding, "OMNI_NUMA=socket", "set it to node or none", "unset OMNI_NUMA")
+
+
+def test_without_gpus_ranks_are_bound_to_no_cores():
+    (finding,) = check_binding({"OMNI_NUMA": "socket"}, [], set())
+    assert (finding.ok, finding.said) == (True, "there are no GPUs, so ranks are bound to no cores")
 
 
 def test_a_port_in_use(taken, free):

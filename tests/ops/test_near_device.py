@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.near_device import cores_beside, wants_node
+from ops.near_device import cores_beside, listed, wants_node
 
 ADDRESS = "0000:dc:00.0"
 KEPT = """
@@ -86,11 +86,12 @@ def test_all_threads_keep_to_cores_that_the_process_was_given() -> None:
     assert kept(given, set()) == [given] * 3 + [{last}], "a machine that does not tell"
 
 
-def test_a_value_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMNI_NUMA", raising=False)
-    assert not wants_node()
-    monkeypatch.setenv("OMNI_NUMA", "node")
-    assert wants_node()
-    monkeypatch.setenv("OMNI_NUMA", "socket")
+def test_cores_are_listed_as_the_kernel_does() -> None:
+    assert [listed(cores) for cores in ((), (5,), (3, 2, 6), range(48, 96))] == ["", "5", "2-3,6", "48-95"]
+
+
+def test_a_value_that_there_is_not_is_refused() -> None:
+    assert not wants_node({})
+    assert wants_node({"OMNI_NUMA": "node"})
     with pytest.raises(ValueError, match="OMNI_NUMA=socket: set it to node or none"):
-        wants_node()
+        wants_node({"OMNI_NUMA": "socket"})
