@@ -111,6 +111,7 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     from omni.planning.fullest import check_memory
     from omni.planning.nearest import nearest_text
     from omni.planning.pools import without_effect
+    from omni.planning.slower_in_bf16 import slower_in_bf16
     from omni.rehearsal.estimate import sent_by_ranks
     from pipeline.costs import simulate
     from pipeline.drawing import team_names
@@ -136,8 +137,8 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     except ValueError as error:
         with signs_of_life(lambda: "looking for the nearest that fits"):
             raise ConfigError(f"{error} {nearest_text(spec, arguments.step, cursor)}") from error
-    own = notes_of(spec.encoders)
-    for text in (*without_effect(spec.planner.domain.sharing), *own, *few(spec.planner, plan.taken)):
+    policies, own = without_effect(spec.planner.domain.sharing), notes_of(spec.encoders)
+    for text in (*policies, *slower_in_bf16(spec), *own, *few(spec.planner, plan.taken)):
         tell(text)
     sent = sent_by_ranks(spec, plan)
     if arguments.json:

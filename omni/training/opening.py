@@ -10,6 +10,7 @@ from omni.planning.mixture import repeats, told
 from omni.planning.optim_schedule import frozen_components, stages_of
 from omni.planning.pools import without_effect
 from omni.planning.run_spec import RunSpec
+from omni.planning.slower_in_bf16 import slower_in_bf16
 from omni.planning.work import num_parameters
 from omni.training.evaluate import left_out_of
 from omni.training.figures import restarts
@@ -39,8 +40,8 @@ def opening(spec: RunSpec, folder: RunFolder, resumed: int | None, tracked: str)
     for text in _stages(spec):
         yield f"  stage     {text}"
     yield f"  every     {_cadence(spec)}"
-    own = notes_of(spec.encoders)
-    for text in (*without_effect(spec.planner.domain.sharing), *own, *_notes(spec)):
+    policies, own = without_effect(spec.planner.domain.sharing), notes_of(spec.encoders)
+    for text in (*policies, *slower_in_bf16(spec), *own, *_notes(spec)):
         yield f"note: {text}"
     yield "columns of a step:"
     for title, meaning in LEGEND.items():
