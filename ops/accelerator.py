@@ -122,7 +122,6 @@ class _TorchOnCpu(types.ModuleType):
 def patch() -> None:
     """Correct the megatron modules imported so far. Call it again after a lazy import of another one."""
     _define_missing_gemm()
-    _take_torch_adam()
     if torch.cuda.is_available():
         return
     import megatron.core.tensor_parallel.random as megatron_random
@@ -136,14 +135,6 @@ def patch() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = proxy  # type: ignore[attr-defined]
-
-
-def _take_torch_adam() -> None:
-    """Where Transformer Engine or apex are installed megatron takes their Adam, whose state differs."""
-    import megatron.core.optimizer as optimizer
-
-    optimizer.Adam = torch.optim.AdamW
-    optimizer.USING_PYTORCH_OPTIMIZER = True
 
 
 def _define_missing_gemm() -> None:

@@ -172,17 +172,15 @@ def _llm_collection(
         # Of its own: weights are gathered while sequences are exchanged.
         pg.partition = maker.axes(mesh, "cp", "replica", fresh=True)
         pg.domains = maker.axes(mesh, "domain")
-    pg.pp, pg.mp = forward, maker.places(mesh, "tp", "pp")
+    pg.pp = forward
     pg.expt_tp = maker.axes(experts)
-    pg.tp_ep_pp = maker.places(experts, "ep", "pp")
-    pg.intra_dist_opt = maker.places(mesh, "tp", "cp", "dp", "pp")
     if llm.experts:
         pg.ep = pg.tp_ep = maker.axes(experts, "ep")
-        pg.expt_dp = pg.intra_expt_dp = maker.axes(experts, "edp")
+        pg.expt_dp = maker.axes(experts, "edp")
         pg.tp_dp_cp = maker.axes(mesh, "tp", *_replicated(mesh))
     else:
         pg.ep = pg.tp_ep = maker.axes(experts)
-        pg.expt_dp = pg.intra_expt_dp = pg.dp
+        pg.expt_dp = pg.dp
         pg.tp_dp_cp = maker.places(mesh, "tp", *_replicated(mesh))
     # The first and last stages share the word embedding when it is tied to the output.
     stages = mesh.group(maker.rank, "pp") if maker.rank in mesh else ()
@@ -198,10 +196,9 @@ def _encoder_collection(maker: _Maker, mesh: Mesh) -> ProcessGroupCollection | N
     pg = _collection(maker, mesh)
     pg.partition = pg.domains = None
     pg.pool = maker.axes(mesh, "slot", fresh=True)
-    pg.pp = pg.ep = pg.tp_ep = pg.expt_tp = pg.tp_ep_pp = pg.embd = pg.pos_embd = maker.axes(mesh)
-    pg.mp = pg.tp
-    pg.expt_dp = pg.intra_expt_dp = pg.dp
-    pg.tp_dp_cp = pg.intra_dist_opt = maker.places(mesh, "tp", "dp")
+    pg.pp = pg.ep = pg.tp_ep = pg.expt_tp = pg.embd = pg.pos_embd = maker.axes(mesh)
+    pg.expt_dp = pg.dp
+    pg.tp_dp_cp = maker.places(mesh, "tp", "dp")
     return pg if maker.rank in mesh else None
 
 
@@ -210,8 +207,7 @@ def _collection(maker: _Maker, mesh: Mesh) -> ProcessGroupCollection:
     pg = ProcessGroupCollection()
     pg.tp = pg.tp_cp = maker.axes(mesh, "tp")
     pg.cp = maker.axes(mesh)
-    pg.dp = pg.dp_cp = pg.intra_dp_cp = maker.axes(mesh, *_replicated(mesh))
-    pg.inter_dist_opt = None
+    pg.dp = pg.dp_cp = maker.axes(mesh, *_replicated(mesh))
     return pg
 
 

@@ -27,7 +27,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import _set_global_memory_buffer, get_global_memory_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -72,6 +73,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "GPTModel",
     "IdentityOp",
     "MLPSubmodules",
@@ -98,7 +100,6 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "get_global_memory_buffer",
     "get_gpt_layer_local_spec",
-    "get_megatron_optimizer",
     "group_limited_topk",
     "model_parallel_cuda_manual_seed",
 ]

@@ -5,9 +5,7 @@ run code on its peers. Here it is read as files of weights are: numbers, texts, 
 dicts of these, and nothing else.
 """
 
-import contextlib
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,21 +37,6 @@ def collect_plain(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
     all_of = own.new_empty(len(size), most)
     dist.gather(own, list(all_of), group=group, group_dst=0)
     return [_read(each, count) for each, count in zip(all_of, size, strict=True)]
-
-
-@contextlib.contextmanager
-def nothing_unpickled() -> Iterator[None]:
-    """Have `all_gather_object` be `gather_plain` inside the block, for those who call it themselves."""
-    before = dist.all_gather_object
-
-    def gather(object_list: Any, obj: Any, group: Any = None) -> None:
-        object_list[:] = gather_plain(obj, group)
-
-    dist.all_gather_object = gather
-    try:
-        yield
-    finally:
-        dist.all_gather_object = before
 
 
 def _padded(value: Any, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, list[int], int]:

@@ -21,7 +21,6 @@ from omni.rank.inputs import Assembler, Place
 from omni.rank.optimizer import ComponentOptimizer, JointOptimizer
 from omni.rank.part_buckets import FRONT
 from omni.rank.reduction import PartReduction
-from omni.rank.sharded_adamw import attend_optimizer_setup
 from omni.rank.state import Names
 from ops.device import dtype_of
 from parallel.copies import Copy
@@ -270,14 +269,13 @@ def _build_optimizers(
     layers: Mapping[str, Mapping[int, Sequence[torch.nn.Module]]],
     groups: Groups,
 ) -> dict[str, ComponentOptimizer]:
-    """Build those of this rank's components; every rank has a part in building each."""
+    """Build those of this rank's components."""
     config = spec.config
     sent = dtype_of(config.train.mixed_precision_reduce)
-    components = {}
-    for name in spec.components:
-        if name in modules:
-            own = groups.components[name]
-            components[name] = ComponentOptimizer(name, modules[name], own, config.optim, layers[name], sent)
-        else:
-            attend_optimizer_setup(1 + (name == LLM and spec.arrangement.partitions > 1))
-    return components
+    return {
+        name: ComponentOptimizer(
+            name, modules[name], groups.components[name], config.optim, layers[name], sent
+        )
+        for name in spec.components
+        if name in modules
+    }

@@ -72,8 +72,7 @@ class ComponentOptimizer:
             partitions = [parameter for parameter in self.learning if partition_of(parameter) is not None]
             divided, more = sharded_adamw(name, modules, partitions, _of_partitions(groups), config)
             self.optimizers += more
-        # One of megatron's has nothing where no layer of a stage has experts.
-        self.shares = {own: BucketShares(own, config) for own in self.optimizers if own.buffers}
+        self.shares = {own: BucketShares(own, config) for own in self.optimizers}
         self.buckets = {
             part: PartBuckets(ddp, divided.get(part), layers.get(part, ()), sent)
             for part, ddp in wrapped.items()
@@ -243,7 +242,7 @@ def _kind(parameter: torch.nn.Parameter) -> str:
 def _of_partitions(groups: ProcessGroupCollection) -> ProcessGroupCollection:
     """The groups that partitions are reduced over: their replicas are the domains."""
     own = copy(groups)
-    own.dp = own.dp_cp = own.intra_dp_cp = groups.domains
+    own.dp = own.dp_cp = groups.domains
     return own
 
 

@@ -11,26 +11,14 @@ import torch
 
 from omni.config import ConfigError
 from omni.optim_config import OptimConfig
-from parallel import plain
 from parallel.buckets import least_bucket
 from parallel.megatron import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
+    DistributedOptimizer,
     OptimizerConfig,
     ProcessGroupCollection,
-    get_megatron_optimizer,
 )
-
-
-def attend_optimizer_setup(optimizers: int) -> None:
-    """Stand in for a ComponentOptimizer on a rank that the component does not live on, whose ranks make so
-    many of megatron's: one more where its weights are partitioned.
-
-    megatron-core gathers the settings of parameter groups over the whole world, once for weights that all
-    ranks of a stage hold and once for experts, whatever groups it is given.
-    """
-    for _ in range(2 * optimizers):
-        plain.gather_plain([])
 
 
 def sharded_adamw(
@@ -45,8 +33,8 @@ def sharded_adamw(
     """
     with _learning_alone(own, modules):
         wrapped = {part: _with_buffers(name, module, groups) for part, module in modules.items()}
-        optimizers = _adamw(list(wrapped.values()), groups, config)
-    has_experts = any(not getattr(parameter, "allreduce", True) for parameter in own)
+        optimizers = _adamw(list(wrapped.values()), groups, config.weight_decay)
+    has_experts = any(map(_is_of_experts, own))
     if groups.dp_cp.size() == 1 and not (has_experts and groups.expt_dp.size() > 1):
         # One rank would send its gradients and weights to itself.
         for ddp in wrapped.values():
@@ -106,31 +94,56 @@ class _First:
 
 
 def _adamw(
-    modules: list[DistributedDataParallel], groups: ProcessGroupCollection, config: OptimConfig
+    modules: list[DistributedDataParallel], groups: ProcessGroupCollection, weight_decay: float
 ) -> list[Any]:
-    """Return megatron's optimizers of the modules, which divide their state over the replicas."""
+    """Return megatron's optimizers of the modules, which divide their state over the replicas: one of what
+    all ranks of a stage hold, and one of experts, each where something of it learns.
+
+    `get_megatron_optimizer` would gather names of settings over the whole world, pickled, and so have ranks
+    attend that hold nothing of the component.
+    """
     bf16 = any(parameter.dtype is torch.bfloat16 for module in modules for parameter in module.parameters())
     settings = OptimizerConfig(
-        optimizer="adam",
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.beta1,
-        adam_beta2=config.beta2,
-        adam_eps=config.eps,
-        clip_grad=0.0,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=True,
     )
-    with plain.nothing_unpickled():  # of the settings of parameter groups that it gathers
-        chained = get_megatron_optimizer(
-            settings, modules, use_gloo_process_groups=False, pg_collection=groups
+    optimizers: list[Any] = []
+    for experts, buffers, replicas in (
+        (False, "buffers", groups.dp_cp),
+        (True, "expert_parallel_buffers", groups.expt_dp),
+    ):
+        by_decay = _by_decay(modules, experts, weight_decay)
+        if not by_decay:
+            continue
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.AdamW(by_decay),  # holds weights and state: `BucketShares` updates them
+            settings,
+            grad_scaler=None,
+            init_state_fn=None,
+            model_chunks=modules,
+            per_model_buffers={number: getattr(module, buffers) for number, module in enumerate(modules)},
+            data_parallel_group=replicas,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,  # of checkpoints of megatron's
+            distributed_optimizer_instance_id=0,
         )
-    optimizers: list[Any] = [o for o in chained.chained_optimizers if not o.is_stub_optimizer]
-    for optimizer in optimizers:
-        inner = type(optimizer.optimizer)
-        assert inner is torch.optim.AdamW, f"checkpoints know torch's AdamW, not {inner.__module__}"
-        for group in optimizer.param_groups:
-            # megatron leaves this to its training script: without it, norms and biases would decay.
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+        optimizer.tp_group = groups.tp  # whose copies count once in a norm
+        optimizers.append(optimizer)
     return optimizers
+
+
+def _by_decay(modules: Sequence[torch.nn.Module], experts: bool, weight_decay: float) -> list[dict[str, Any]]:
+    """Return what learns of experts, or of all else, by its weight decay: norms and biases have none."""
+    decayed, others = list[torch.nn.Parameter](), list[torch.nn.Parameter]()
+    for name, parameter in (of for module in modules for of in module.named_parameters()):
+        if parameter.requires_grad and _is_of_experts(parameter) is experts:
+            exempt = parameter.dim() == 1 or name.endswith(".bias")
+            (others if exempt else decayed).append(parameter)
+    groups = (decayed, weight_decay), (others, 0.0)
+    return [{"params": own, "weight_decay": decay} for own, decay in groups if own]
+
+
+def _is_of_experts(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter is one of experts, which megatron marks so."""
+    return not getattr(parameter, "allreduce", True)

@@ -31,7 +31,6 @@ from omni.rank.totals import StepSums, StepTotals
 from omni.rehearsal.meter import HOST, Meter
 from omni.rehearsal.recorder import recorder_here
 from ops import attention
-from parallel import plain
 from parallel.lane import Lane
 from parallel.layout import split_evenly
 from parallel.megatron import CudaRNGStatesTracker, get_global_memory_buffer
@@ -47,8 +46,6 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
         def put(owner: Any, name: str, stand_in: Any) -> None:
             stack.enter_context(_replaced(owner, name, stand_in))
 
-        # Every rank says what this one says.
-        put(plain, "gather_plain", _gather_own)
         # Random numbers need values.
         put(build, "model_parallel_cuda_manual_seed", lambda *args, **kwargs: None)
         put(CudaRNGStatesTracker, "fork", lambda *args: contextlib.nullcontext())
@@ -143,10 +140,6 @@ def _replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
             setattr(owner, name, original)
         else:
             delattr(owner, name)
-
-
-def _gather_own(own: Any, group: Any = None) -> list[Any]:
-    return [own] * dist.get_world_size(group)
 
 
 def _made_up(sums: StepSums) -> StepTotals:

@@ -21,8 +21,8 @@ from parallel.megatron import ProcessGroupCollection, model_parallel_cuda_manual
 LLM = LLMConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, tied=False)
 MOE = MoEConfig(experts=4, topk=2, ffn=24, dense_layers=1)
 GROUPS = (
-    *("tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "tp_dp_cp", "mp", "ep", "tp_ep", "tp_ep_pp", "expt_tp"),
-    *("expt_dp", "intra_dp_cp", "intra_expt_dp", "embd", "pos_embd", "pool", "intra_dist_opt"),
+    *("tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "tp_dp_cp"),
+    *("ep", "tp_ep", "expt_tp", "expt_dp", "embd", "pos_embd", "pool"),
 )
 BIASES = {"qkv_bias": True, "output_bias": True}
 CASES = {

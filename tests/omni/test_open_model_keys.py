@@ -40,8 +40,8 @@ MSCALE = {
     **{"mscale": 0.7, "mscale_all_dim": 1.0},
 }
 GROUPS = (
-    *("tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "tp_dp_cp", "mp", "ep", "tp_ep", "tp_ep_pp", "expt_tp"),
-    *("expt_dp", "intra_dp_cp", "intra_expt_dp", "embd", "pos_embd", "pool", "intra_dist_opt"),
+    *("tp", "cp", "pp", "dp", "dp_cp", "tp_cp", "tp_dp_cp"),
+    *("ep", "tp_ep", "expt_tp", "expt_dp", "embd", "pos_embd", "pool"),
 )
 # What each key of ours that a family sets would be if it were forgotten.
 FORGOTTEN = {

@@ -1,5 +1,6 @@
 """The trainer on real ranks where things differ or go wrong between them."""
 
+import contextlib
 import math
 import os
 import re
@@ -8,9 +9,11 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankError, RankPool
 from small import overrides, write_mixed
 
@@ -69,6 +72,23 @@ def test_a_rank_loads_the_items_that_it_encodes_any_of_and_no_others(
     everything = set().union(*(held for _, held in found))
     assert all(held < everything for _, held in found)
     assert sum(len(held) for _, held in found) > len(everything), "some items are shared"
+
+
+UNPICKLING = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list")
+
+
+def _train_alert(rank: int, config: Config) -> bool:
+    """Train where torch's own ways to send an object fail: whoever receives one unpickles it."""
+    with contextlib.ExitStack() as stack:
+        for name in UNPICKLING:
+            stack.enter_context(patch.object(dist, name, side_effect=AssertionError(name)))
+        return make_trainer(rank, config, 3).run()
+
+
+def test_no_rank_unpickles_what_another_sends(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    apart = ("placement=disaggregated", "placement.ranks=1", "layout.llm.pp=2")
+    line = overrides(data, tmp_path, *apart, "train.steps=1", "train.eval_every=1")
+    assert ranks.run(3, _train_alert, compose_config(line)) == [True] * 3
 
 
 ALL_TO_ONE = BalancePolicy("all_to_one", lambda samples, bins: (bins.count - 1,) * len(samples))
