@@ -111,8 +111,9 @@ def matrix(rank: int, world: int, folder: Path, keys: list[str], layouts: dict[s
         for source, (expected, losses) in written.items():
             if source == target:
                 continue
+            of = stores[source]
             trainer.saving.checkpoints = Checkpoints(
-                stores[source].storage, trainer.folder, trainer.rank, trainer.control, stores[source].keep
+                of.storage, of.folder, trainer.rank, trainer.control, of.keep
             )
             assert trainer.saving.restore() == STEPS
             found = state(trainer)

@@ -20,6 +20,7 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.planning.prepare import prepare_run
 from omni.training.trainer import Trainer
+from parallel.handshake import SECRET, new_secret
 
 TIMEOUT_S = 900
 
@@ -44,6 +45,7 @@ def on_ranks(world: int, function: Callable[..., Any], *arguments: Any) -> list[
     What ranks print goes to stderr. One that fails or dies ends the benchmark with its traceback.
     """
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    os.environ.setdefault(SECRET, new_secret())
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
