@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,7 +24,6 @@ from parallel.installed import installed
 from parallel.work import Part
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from dataloader.format import Item
@@ -41,8 +41,8 @@ class ItemArrays:
     integer `positions` [T, A].
     """
 
-    values: "np.ndarray"
-    positions: "np.ndarray"
+    values: np.ndarray
+    positions: np.ndarray
 
     def part(self, start: int, stop: int) -> "ItemArrays":
         """Return tokens [start, stop)."""
@@ -117,15 +117,15 @@ class Encoder(Protocol):
         """Raise ConfigError, naming `key`, if `tp` ranks cannot share the encoder's layers."""
         ...
 
-    def decode(self, item: "Item") -> "np.ndarray":
+    def decode(self, item: "Item") -> np.ndarray:
         """Turn an item's encoded bytes into an array. Raises SampleError for bytes that are no such item."""
         ...
 
-    def blank(self) -> "np.ndarray":
+    def blank(self) -> np.ndarray:
         """Return the smallest decoded item there can be: it stands in for items that cannot be decoded."""
         ...
 
-    def preprocess(self, array: "np.ndarray") -> ItemArrays:
+    def preprocess(self, array: np.ndarray) -> ItemArrays:
         """Turn a decoded item into exactly `count(size)[0]` tokens. Like `decode` it is called by several
         threads at once, and raises SampleError for an item that is bad.
         """
@@ -150,16 +150,20 @@ class Encoder(Protocol):
 
 
 def prepare_item(
-    encoder: Encoder, item: "Item", change: "Callable[[np.ndarray], np.ndarray] | None" = None
+    encoder: Encoder, item: "Item", change: Callable[[np.ndarray], np.ndarray] | None = None
 ) -> ItemArrays:
     """Turn an item's encoded bytes, changed once they are decoded, into what its encoder takes in. Raises
-    SampleError for a bad item.
+    SampleError for a bad item, and for one whose values are not all finite: a single such number would make
+    the loss of a whole step NaN.
     """
     array = encoder.decode(item)
-    return encoder.preprocess(array if change is None else change(array))
+    arrays = encoder.preprocess(array if change is None else change(array))
+    if arrays.values.dtype.kind == "f" and not np.isfinite(arrays.values).all():
+        raise SampleError("what its encoder makes of it holds numbers that are not finite")
+    return arrays
 
 
-def transferred(encoder: Encoder, values: "np.ndarray", device: "torch.device") -> "torch.Tensor":
+def transferred(encoder: Encoder, values: np.ndarray, device: "torch.device") -> "torch.Tensor":
     """Return values [T, ...] that `preprocess` made as the encoder's module takes them, to be brought to
     `device`.
     """

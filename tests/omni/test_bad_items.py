@@ -47,6 +47,8 @@ def fail_on_sample_1(encoder: Encoder, how: str) -> set[str]:
             raise SampleError("nothing to be seen")
         if how == "bug":
             raise ZeroDivisionError("a mistake of its author")
+        if how == "infinite":
+            return ItemArrays(np.full(arrays.values.shape, np.inf, np.float32), arrays.positions)
         return arrays.part(0, len(arrays.values) - 1)
 
     encoder.preprocess = fail  # type: ignore[method-assign]
@@ -85,6 +87,11 @@ def test_an_item_that_fails_in_preprocessing_makes_a_bad_sample(
             "bad",
             "BadDataError",
             "source mixed, sample 1 ('strip1'), item 0: nothing to be seen. Mend",
+        ),
+        (
+            "infinite",
+            "BadDataError",
+            "source mixed, sample 1 ('strip1'), item 0: what its encoder makes of it holds numbers that",
         ),
         ("bug", "ZeroDivisionError", "a mistake of its author The item is that of source 'mixed', sample 1"),
         ("count", "DataError", "mixed, sample 1, item 0: image made "),
