@@ -1,7 +1,7 @@
 """An encoder as the engine sees it: a module attached to the LLM by name."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -73,3 +73,18 @@ class EncoderAnchor:
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the linears off that can wait: those that megatron divides over ranks."""
         return self.deferral.weights_later()
+
+
+@contextmanager
+def evaluating(anchors: Mapping[str, EncoderAnchor]) -> Iterator[None]:
+    """Have the encoders compute inside the block as torch's modules do that are evaluated: without dropout.
+    Modules that their author evaluates always stay so.
+    """
+    training = [own for anchor in anchors.values() for own in anchor.module.modules() if own.training]
+    for own in training:
+        own.training = False
+    try:
+        yield
+    finally:
+        for own in training:
+            own.training = True

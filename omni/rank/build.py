@@ -56,6 +56,7 @@ class Rank:
     components: Mapping[str, ComponentOptimizer]
     names: Names
     optimizer: JointOptimizer
+    anchors: Mapping[str, EncoderAnchor]
     engine: Engine
     assembler: Assembler
     note: Callable[[Op | str], None]
@@ -105,8 +106,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     """Build rank `rank` of `spec`. torch.distributed must be initialised; every rank calls it."""
     config, arrangement = spec.config, spec.arrangement
     dtype = dtype_of(config.train.precision)
-    timeout = timedelta(seconds=config.train.timeout_s)
-    groups = make_groups(arrangement, staged(config.model.llm), timeout)
+    groups = make_groups(arrangement, staged(config.model.llm), timedelta(seconds=config.train.timeout_s))
     tp_rank, ep_rank = (own.tp.rank(), own.ep.rank()) if (own := groups.components.get(LLM)) else (0, 0)
     model_parallel_cuda_manual_seed(config.train.seed, tp_rank=tp_rank, ep_rank=ep_rank, etp_rank=0)
     stage = _build_stage(spec, groups, dtype, device) if LLM in groups.components else None
@@ -139,6 +139,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
         components=components,
         names=names,
         optimizer=JointOptimizer(spec.components, components, stages, device),
+        anchors=anchors,
         engine=Engine(
             position=position,
             ranks=ranks,
@@ -205,6 +206,7 @@ def _build_modules(
         if name in groups.components:
             own = groups.components[name]
             module = encoder.build(llm.hidden, dtype, device, own)
+            check_state(name, module)
             check_weights(name, module, spec.work[name].weights())
             mark_parallel(module)
             modules[name] = {0: module}
@@ -215,6 +217,23 @@ def _build_modules(
             seed, numbering = spec.config.train.seed, names[name][part]
             initialise(module, seed=seed, component=name, num_layers=depth, numbering=numbering)
     return modules, names
+
+
+def check_state(name: str, module: torch.nn.Module) -> None:
+    """Refuse an encoder's module that keeps tensors beside its weights, such as the averages of a BatchNorm.
+
+    Raises:
+        ConfigError: with the first of their names.
+    """
+    weights = dict(module.named_parameters(remove_duplicate=False))
+    saved = {of: own for of, own in module.state_dict().items() if isinstance(own, torch.Tensor)}
+    if beside := [of for of in saved if of not in weights]:
+        raise ConfigError(
+            f"model.encoders.{name}: its module {type(module).__name__} keeps {', '.join(beside[:3])} beside "
+            "its weights, which ranks do not share and checkpoints do not hold. Register what never changes "
+            "with persistent=False, and make what learns a parameter; of a BatchNorm make a norm of each "
+            "token (docs/encoders.md)"
+        )
 
 
 def check_weights(name: str, module: torch.nn.Module, stated: Sequence[Weight]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from omni.models.llm import NAME as LLM
+from omni.rank.anchors import evaluating
 from omni.rank.build import Rank
 from omni.rank.totals import StepSums, sum_totals
 from parallel.waiting import waiting
@@ -33,13 +34,14 @@ def execute(rank: Rank, plan: StepPlan, inputs: StepInputs, watch: Stopwatch | N
     """Run this rank's ops of a plan that is verified and agreed on, timed by `watch` if it is given.
 
     If the plan trains, gradients of the step before are cleared first, and afterwards every rank has all
-    weights, and its shards of the summed gradients.
+    weights, and its shards of the summed gradients. If it does not, encoders are evaluated.
 
     Raises:
         StallError: if a peer does not answer in time.
     """
     if not plan.train:
-        return rank.engine.run(plan, inputs, watch)
+        with evaluating(rank.anchors):
+            return rank.engine.run(plan, inputs, watch)
     rank.optimizer.begin(plan.step)
     try:
         result = rank.engine.run(plan, inputs, watch)
