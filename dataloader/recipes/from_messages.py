@@ -1,6 +1,7 @@
 """A dataset from chats, one a line, written by the tokenizer's template; what assistants say is target."""
 
 import json
+import re
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 
 from dataloader.chat import ChatTemplate, Message, Spans, ends_of_turns
 from dataloader.chat_items import targets_with_items
-from dataloader.format import DataError, Sample
+from dataloader.format import DataError, Sample, validate_sample
 from dataloader.manifest import Frame, TextForm
 from dataloader.recipes.from_jsonl import add_lines, item_of, recipe_of
 from dataloader.recipes.messages import items_of, messages_of
@@ -16,6 +17,8 @@ from dataloader.tokenizer import Tokenizer, digest_of
 from dataloader.tokens import text_tokens
 from dataloader.writer import DatasetWriter, is_intact
 
+# Of OpenAI's form, keys of a message that templates pass over, and that say nothing of what is learnt.
+_NAMES = {"role", "content", "name", "tool_call_id"}
 # The template writes what begins and ends a text.
 FRAME = Frame(bos=False, end_of_item=False, eos=False, turns=True)
 
@@ -83,11 +86,20 @@ def _sample(
         raise DataError("the line is not a JSON object")
     messages = messages_of(raw)
     text, targets, turns = text_of(messages, raw.get("tools"), template, tokenizer)
+    if dropped := sorted({key for message in messages for key in _dropped(message, template)}):
+        raise DataError(f"messages have {dropped}, of which the template writes nothing: take them out")
     items = (item_of({"modality": kind, "path": path}, folder, allowed) for kind, path in items_of(messages))
     sample = Sample(str(raw.get("id", number)), text, tuple(items), targets, turns)
+    validate_sample(sample)
     counted = text_tokens(sample, tokenizer).targets
     if not counted.any() or counted.all():
         raise DataError(
             f"{counted.sum()} of its {len(counted)} tokens carry loss: some must, and not all may"
         )
     return sample
+
+
+def _dropped(message: Message, template: ChatTemplate) -> list[str]:
+    """Keys of a message that hold something and that its template does not know."""
+    held = [key for key, value in message.items() if key not in _NAMES and value not in (None, "", [])]
+    return [key for key in held if not re.search(rf"\b{re.escape(key)}\b", template.source)]

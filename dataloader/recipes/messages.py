@@ -76,6 +76,8 @@ def _message(
         shown = one.get(role) if isinstance(one, dict) else one
         raise DataError(f'unknown "{role}" {shown!r} of a message: known are {", ".join(roles)}')
     rest = {key: value for key, value in one.items() if key not in (role, content)}
+    if beside := sorted(key for key in {"image", "audio", *LISTS.values()} if rest.get(key)):
+        raise DataError(f"a message has {beside} of its own: list files beside messages, or in its content")
     return {**rest, "role": roles[one[role]], "content": _content(one.get(content), listed)}
 
 

@@ -154,11 +154,15 @@ def test_bad_lines_are_named(tmp_path):
     lines = ['{"messages": [', {"messages": [{"role": "boss", "content": "x"}]}, {"messages": []},
              {"messages": TALK, "score": 1}]  # fmt: skip
     lines.append({"messages": [{"role": "user", "content": [{"type": "image"}]}]})
+    # What would be left out without a word: of a message, a picture and what says that nobody learns it.
+    lines.append({"messages": [{**TALK[0], "images": ["a.png"]}, *TALK[1:]]})
+    lines.append({"messages": [*TALK[:-1], {**TALK[-1], "weight": 0, "name": "mine", "tool_calls": []}]})
+    lines.append({"messages": [{**TALK[0], "content": "\ud800"}, *TALK[1:]]})
     with pytest.raises(DataError) as error:
         build_from_messages(write(tmp_path / "bad.jsonl", *lines), tmp_path / "set", tokenizer)
-    for number, what in enumerate(
-        ("Expecting value", "'boss'", "not empty", "score", "items of image"), start=1
-    ):
+    said = ["Expecting value", "'boss'", "not empty", "score", "items of image"]
+    said += [r"has \['images'\] of its own", r"have \['weight'\], of which", "not valid Unicode"]
+    for number, what in enumerate(said, start=1):
         assert re.search(rf"bad.jsonl:{number}: .*{what}", str(error.value))
     with pytest.raises(DataError, match="tokenizer bytes has no chat template"):
         build_from_messages(tmp_path / "bad.jsonl", tmp_path / "set", get_tokenizer("bytes"))
