@@ -36,7 +36,7 @@ from omni.models.towers.processors import processed
 from omni.planning.plan_process import PlanStep
 from omni.planning.run_spec import RunSpec
 from omni.training.forward import ForwardPasses, grouped, of_domain
-from omni.training.parity import Difference, first_loss
+from omni.training.parity import Difference, first_loss, worst_first
 from omni.training.trainer import Trainer
 from parallel.plain import collect_plain
 from pipeline.plan import StepPlan
@@ -116,7 +116,7 @@ def _scored(trainer: Trainer, metas: Sequence[SampleMeta]) -> list[Scored] | Non
     gathered = collect_plain(pieces, rank.groups.world)
     if gathered is None:
         return None
-    full = [np.full(of.shape, np.nan, np.float32) for of in labels]
+    full = [np.full(of.shape, -np.inf, np.float32) for of in labels]  # which no loss is
     for number, row, first, losses in (piece for of_rank in gathered for piece in of_rank):
         full[number][row, first : first + len(losses)] = losses.numpy()
     pictures = [_pictures(trainer, meta) for meta in metas]
@@ -160,10 +160,10 @@ def compare(
     total, targets, largest = 0.0, 0, 0.0
     apart = []
     for number, sample in enumerate(scored):
-        assert not np.isnan(sample.losses).any(), f"tokens of sample {number} were scored by no rank"
+        assert not np.isneginf(sample.losses).any(), f"tokens of sample {number} were scored by no rank"
         with torch.no_grad():
             logits = model(**_inputs(sample, model, processor)).logits[0].double()
-        largest = max(largest, float(logits.abs().max()))
+        largest = max(float(logits.abs().max()), largest)  # NaN, if it is
         labels = np.concatenate([sample.labels[None], drawn(number, len(sample.ids), logits.shape[-1])])
         theirs = logits.logsumexp(-1) - logits.gather(1, torch.from_numpy(labels).T).T
         total += float(theirs[0][torch.from_numpy(sample.targets)].sum())
@@ -172,7 +172,7 @@ def compare(
     of_logits = [Difference(f"logits of sample {n}", away / largest) for n, away in enumerate(apart)]
     mean = total / targets
     of_loss = Difference(f"first loss, {loss:.6f} and {mean:.6f}", abs(loss / mean - 1))
-    return [of_loss, *sorted(of_logits, key=lambda of: -of.relative)]
+    return [of_loss, *worst_first(of_logits)]
 
 
 def _inputs(sample: Scored, model: torch.nn.Module, processor: Any) -> dict[str, torch.Tensor]:

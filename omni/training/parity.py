@@ -177,7 +177,7 @@ def compare(reference: Measurement, candidate: Measurement) -> list[Difference]:
     loss = Difference("loss", abs(candidate.loss - reference.loss) / abs(reference.loss))
     total = math.sqrt(sum(float(g.double().square().sum()) for g in reference.gradients.values()))
     gradients = _tensors(reference.gradients, candidate.gradients, lambda expected: 1e-6 * total)
-    return _worst_first([loss, *_squares(reference.squares, candidate.squares), *gradients])
+    return worst_first([loss, *_squares(reference.squares, candidate.squares), *gradients])
 
 
 def _squares(reference: Mapping[str, float], candidate: Mapping[str, float]) -> Iterator[Difference]:
@@ -199,7 +199,7 @@ def compare_weights(reference: Measurement, candidate: Measurement) -> list[Diff
     def least(expected: torch.Tensor) -> float:
         return SMALL * math.sqrt(expected.numel())
 
-    return _worst_first(_tensors(reference.weights, candidate.weights, least))
+    return worst_first(_tensors(reference.weights, candidate.weights, least))
 
 
 def _tensors(
@@ -223,8 +223,8 @@ def _base(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _worst_first(differences: list[Difference]) -> list[Difference]:
-    # A nan is the worst there is: an element that no rank owned.
+def worst_first(differences: list[Difference]) -> list[Difference]:
+    """Differences, the worst first: NaN, such as of an element that no rank owned, then the largest."""
     return sorted(differences, key=lambda d: (-math.inf if math.isnan(d.relative) else -d.relative, d.name))
 
 

@@ -78,6 +78,8 @@ def test_loss_and_logits_are_those_of_transformers(ranks: RankPool, data, publis
     torn[longest].losses[against.OTHERS, 17] += 0.01
     assert compare(loss, torn, model)[1].name == f"logits of sample {longest}"
     assert compare(loss, torn, model)[1].relative > 10 * TOLERANCE
+    torn[longest].losses[against.OTHERS, 17] = np.nan
+    assert np.isnan(compare(loss, torn, model)[1].relative)
     masked = [replace(of, targets=np.ones_like(of.targets)) for of in scored]
     assert compare(loss, masked, model)[0].relative > 10 * TOLERANCE
 
