@@ -26,13 +26,14 @@ _ONE_NUMBER = {
 
 def refusal(error: Exception, overrides: Sequence[str]) -> str:
     """Return Hydra's reason to refuse `overrides`, with what helps to mend them."""
-    said = f"{error}\n{error.__cause__ or ''}".splitlines()
+    text = f"{error}\n{error.__cause__ or ''}"
+    said = text.splitlines()
     reason = [line.strip() for line in said if line.strip() and not line.strip().startswith(_LEFT_OUT)]
     reason = list(dict.fromkeys(reason))
     at = next((n for n, line in enumerate(reason) if line.startswith(_OPTIONS)), None)
     if at is not None:  # a line each
         reason[at:] = [f"{reason[at]} {', '.join(reason[at + 1 :])}"]
-    return "\n".join([*reason, *renamed("\n".join(said)), *_of_former_files(said), *_advice(overrides)])
+    return "\n".join([*reason, *renamed(text), *_of_former_files(said), *_advice(overrides, text)])
 
 
 def renamed(said: str) -> list[str]:
@@ -53,25 +54,27 @@ def _of_former_files(said: Sequence[str]) -> Iterator[str]:
             )
 
 
-def _advice(overrides: Sequence[str]) -> Iterator[str]:
+def _advice(overrides: Sequence[str], said: str) -> Iterator[str]:
     for override in overrides:
         key, given, value = override.lstrip("+~").partition("=")
         if override.startswith("-") or key.startswith("hydra") or not (given or override.startswith("~")):
             continue
         section, _, _ = key.partition(".")
         yield from (f"{section}: {how_to_add(kind.group)}" for own, kind, _ in KINDS if own == section)
-        if key in groups() and value in ("null", ""):
+        if key in groups() and given and value in ("null", ""):
             yield f"{key}={value}: name one of its files, or leave it out with ~{key}"
         elif given and override[0] not in "+~" and not {key.partition(mark)[0] for mark in "/@"} & groups():
-            yield from _of_key(key)
+            yield from _of_key(key, said)
 
 
-def _of_key(key: str) -> Iterator[str]:
-    """What to say of a key that is not known, nothing of others."""
+def _of_key(key: str, said: str) -> Iterator[str]:
+    """What to say of a key that is not known, or of an entry of a mapping that Hydra `said` it does not know;
+    nothing of others.
+    """
     known, mappings = _schema()
-    mapping = next((name for name in mappings if key.startswith(name + ".")), None)
+    mapping = next((name for name in mappings if f"{key}.".startswith(name + ".")), None)
     if mapping:
-        yield f"{key}: to add an entry to {mapping}, write +{key}"
+        yield from [f"{key}: to add an entry to {mapping}, write +{key}"] * (f"'{key}'" in said)
     elif key not in known | groups() | RENAMED.keys():
         leaf = key.rpartition(".")[2]
         same = sorted(name for name in known if name.rpartition(".")[2] == leaf)

@@ -67,6 +67,13 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
     assert resolve(data, "layout=pp2").layout.pp == 2
 
 
+def test_advice_is_about_the_override_that_was_refused():
+    with pytest.raises(ValueError, match="Could not find 'optim/constant'") as caught:
+        compose_config(["~experiment", "optim=constant", "data.heldout.strips.generate=0"])
+    assert "experiment=" not in str(caught.value)
+    assert "heldout" not in str(caught.value)
+
+
 # Each key with what its message must name besides the key: the value, and the remedy.
 @pytest.mark.parametrize(
     "keys, named",
@@ -75,6 +82,7 @@ def test_the_configuration_that_these_tests_break_is_sound(data):
         (["microbatch_tokens=3"], ["microbatch_tokens: there is no such key", "data.microbatch_tokens?"]),
         (["optm=wsd"], ["optm: there is no such key; did you mean optim?"]),
         (["data.sources.mine.path=x"], ["to add an entry to data.sources, write +data.sources.mine.path"]),
+        (["data.mixture={x: {first: 1}}"], ["to add an entry to data.mixture, write +data.mixture"]),
         (["data=null"], ["data=null", "leave it out with ~data"]),
         (["model=null"], ["model=null", "leave it out with ~model"]),
         (["layout.llm.pp=abc"], ["layout.llm.pp", "abc", "Integer"]),
