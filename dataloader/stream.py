@@ -98,8 +98,8 @@ class Stream:
         self.period = sum(self._weights)
         if self.period > _MAX_PERIOD:
             raise ValueError(
-                f"the source weights add up to {self.period} (after dividing by their common divisor), more "
-                f"than {_MAX_PERIOD}: round them to smaller integers"
+                f"data.sources.<name>.weight: they add up to {self.period} (after dividing by their common "
+                f"divisor), more than {_MAX_PERIOD}: round them to smaller integers"
             )
 
         specs = self.sources.values()

@@ -16,6 +16,12 @@ from omni.models.regions import Numbering, named_parameters
 
 # The layers whose output is added to the residual stream.
 _RESIDUAL = re.compile(r"(linear_proj|linear_fc2)\.weight$")
+_NORMS = (
+    torch.nn.LayerNorm,
+    torch.nn.RMSNorm,
+    torch.nn.GroupNorm,
+    torch.nn.modules.batchnorm._NormBase,
+)
 
 
 @torch.no_grad()
@@ -25,12 +31,14 @@ def initialise(
     """Draw all weights of `module` in fp32 on the CPU and copy them to where they live.
 
     Matrices are normal with standard deviation 0.8/√fan-in, divided by √(2·layers) where they write to
-    the residual stream; embeddings 0.02; norms multiply by one; biases and sinks are zero; decays of delta
-    nets are as `_decays` says. Of an adapter A is uniform within 1/√fan-in and B zero, so that it begins as
-    nothing. A module with `draw(seed)` draws weights itself, whole on every rank, and returns their names.
+    the residual stream; embeddings 0.02; norms, by name or torch's, multiply by one; biases and sinks are
+    zero; decays of delta nets are as `_decays` says. Of an adapter A is uniform within 1/√fan-in and B zero,
+    so that it begins as nothing. A module with `draw(seed)` draws weights itself, whole on every rank, and
+    returns their names.
     """
     draw = getattr(module, "draw", None)
     drawn_by_itself = draw(_seed(seed, component, "draw")) if draw else frozenset()
+    of_norms = {own.weight for own in module.modules() if isinstance(own, _NORMS)}
     offset = float(getattr(getattr(module, "config", None), "layernorm_zero_centered_gamma", False))
     for named in named_parameters(module, numbering):
         name, own, shape = named.name, named.own, named.region.shape
@@ -48,7 +56,10 @@ def initialise(
         if own.dim() < 2:
             # The norm of a delta net's heads multiplies by its weight, whatever the others do.
             one = 1.0 if name.endswith(".self_attention.norm.weight") else 1.0 - offset
-            own.fill_(one if "norm" in name and name.endswith("weight") else 0.0)
+            if "norm" in name and name.endswith("weight"):
+                own.fill_(one)
+            else:
+                own.fill_(float(named.parameter in of_norms))
             continue
         std = 0.02 if "embedding" in name else 0.8 / math.sqrt(math.prod(shape[1:]))
         if _RESIDUAL.search(name):

@@ -10,6 +10,8 @@ from small import overrides, write_mixed
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
+from omni.models.initialise import initialise
+from omni.models.regions import Numbering, mark_parallel
 from omni.planning.prepare import prepare_run
 from omni.rank.build import build_rank, check_state
 from omni.training.trainer import Trainer
@@ -79,3 +81,25 @@ def test_a_module_that_keeps_state_beside_its_weights_is_refused() -> None:
         ConfigError, match=r"model\.encoders\.mine: .* 1\.running_mean, 1\.running_var, .* Reg"
     ):
         check_state("mine", averages)
+
+
+class _Body(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln = torch.nn.LayerNorm(8)
+        self.groups = torch.nn.GroupNorm(2, 8)
+        self.plain = torch.nn.LayerNorm(8, elementwise_affine=False)
+        self.pre_norm = torch.nn.Linear(8, 8)
+        self.temperature = torch.nn.Parameter(torch.tensor(3.0))
+
+
+def test_norms_of_torch_multiply_by_one_whatever_their_name() -> None:
+    body = _Body()
+    mark_parallel(body)
+    initialise(body, seed=1, component="image", num_layers=1, numbering=Numbering())
+    for norm in (body.ln, body.groups):
+        assert norm.weight.tolist() == [1.0] * 8
+        assert norm.bias.tolist() == [0.0] * 8
+    assert body.pre_norm.weight.std() > 0.1
+    assert body.pre_norm.bias.tolist() == [0.0] * 8
+    assert body.temperature == 0.0
