@@ -6,7 +6,7 @@ OVERRIDES ?=
 # Processes that share the files of tests, in the order of their names: the last ones are short. Where there is
 # memory, a third computes while others wait for disks, signals and peers; one takes up to 3 GB with its ranks.
 PROCESSES ?= $(shell cat /proc/meminfo 2>/dev/null | awk '/MemAvailable/ && $$2 > 12e6 {n = 3} END {print n ? n : 2}')
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --dist loadfile --no-loadscope-reorder -n
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
 .PHONY: train test test-slow parity gpu check data clean
 
@@ -14,11 +14,10 @@ train: .venv/ready data ## train the quickstart: make train OVERRIDES="train.ste
 	$(BIN)/omni train experiment=quickstart $(OVERRIDES)
 
 test: .venv/ready-dev ## run the tests
-	$(PYTEST) $(PROCESSES)
+	$(PYTEST)
 
-# Two thirds of their time they wait for schedulers, signals and peers.
 test-slow: .venv/ready-dev ## run the longer checks
-	$(PYTEST) $$(($(PROCESSES) + 1)) -m slow
+	$(PYTEST) -m slow
 
 parity: .venv/ready-dev ## run the whole parity matrix and write docs/parity.md
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/omni/parity_report.py docs/parity.md

@@ -97,7 +97,7 @@ def test_nothing_of_a_job_outlives_what_is_killed(cluster, data, tmp_path, victi
     whole = marked(tmp_path)
     assert sum(process.name().startswith("omni-rank-") for process in whole) == 2
     next(process for process in whole if set(words) <= words_of(process)).kill()
-    slurm_cluster.wait(lambda: not marked(tmp_path), f"end of all with its {victim}", 10)
+    slurm_cluster.wait(lambda: not marked(tmp_path), f"end of all with its {victim}", 30)
 
 
 def words_of(process: psutil.Process) -> set[str]:
