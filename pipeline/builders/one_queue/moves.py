@@ -124,12 +124,12 @@ def _reduced_early(moves: Moves, order: list[int]) -> list[int]:
 
 
 def reduced_amid(moves: Sequence[Moves], orders: Orders) -> Orders | None:
-    """Return orders in which reductions come once a team has nothing else to issue, behind the last backward
-    that stands in its queue, and those of gradients that are not complete by then behind their own. None if
-    any team cannot: if that backward carries none, or other compute stands in the queue behind it.
+    """Return orders in which reductions come once a team has nothing else to issue, behind the last compute
+    that stands in its queue, and those of gradients that are not complete by then behind their own backward.
+    None if the last compute in any team's queue carries no reductions.
 
     Reductions keep the pace of the slowest of these backwards, on all that take part, as layers wait in the
-    queue for what goes behind layers before. So nothing may stand behind it that would then be late.
+    queue for what goes behind layers before. So no compute may stand in a queue behind one: it would be late.
     """
     amid = [_reduced_amid(of, order) for of, order in zip(moves, orders, strict=True)]
     return None if None in amid else [order for order in amid if order is not None]
