@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.commands._out import check_out, make_room
 from omni.commands._shared import add_configuration, signs_of_life
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--samples {args.samples}: a step has at least one sample of a replica")
     if args.draw is not None and args.draw.suffix != ".svg":
         raise ConfigError(f"--draw {args.draw}: histograms are drawn as .svg")
+    check_out("--draw", args.draw)
     config = compose_config(args.overrides, args.config_dir)
     ranks, replicas = sized(config, args.samples)
     trace = samples_of(config, args.data, args.samples * replicas)
@@ -149,7 +151,7 @@ def draw(path: Path, step: "Step") -> None:
     from infra.run_folder import write_text
     from pipeline.histograms import svg
 
-    write_text(path, svg(histograms_of(step)))
+    write_text(make_room(path), svg(histograms_of(step)))
 
 
 def histograms_of(step: "Step") -> list[tuple[str, list[int]]]:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from dataloader.visible import visible
+from omni.commands._out import check_out
 
 _DESCRIPTION = """\
 Finds the samples of a folder, a file or a URL such as s3://bucket/folder, and writes where each of them lies.
@@ -53,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     def tell(text: str) -> None:
         print(visible(text), file=sys.stderr, flush=True)
 
+    check_out("--out", args.out, folder=True)
     recipe, tokenizer = chosen(args.recipe, "--recipe"), chosen(args.tokenizer)
     given = args.source, args.out, recipe, tokenizer
     if args.on == "here":

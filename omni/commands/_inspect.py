@@ -7,6 +7,7 @@ from pathlib import Path
 from dataloader.visible import visible
 from omni.commands._datasets import datasets_in, left_out_of
 from omni.commands._index import chosen
+from omni.commands._out import check_out, make_room
 
 _COSTED = 1024  # samples of the step whose costs are drawn
 
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from dataloader.tokenizer import get_tokenizer
     from omni.config import ConfigError
 
+    check_out("--html", args.html)
     if args.html:
         return _write_page(args)
     if args.costs:
@@ -90,7 +92,7 @@ def _write_page(args: argparse.Namespace) -> int:
     of_each = [get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer)) for path in paths]
     costs = [_costs(path, args.costs) if args.costs else [] for path in paths]
     text = page(list(zip(paths, of_each, costs, strict=True)), args.samples)
-    write_text(Path(args.html), text)
+    write_text(make_room(Path(args.html)), text)
     print(f"{args.html}: {len(paths)} datasets, {len(text.encode()):,} bytes")
     return 0
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni.commands._out import check_out
 from omni.commands._shared import add_configuration
 
 if TYPE_CHECKING:
@@ -62,9 +63,7 @@ def configured(arguments: argparse.Namespace) -> "Config":
     from omni.config import ConfigError
     from omni.stage import as_stage
 
-    out = arguments.out
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise ConfigError(f"--out {out}: name a file in a folder that there is")
+    check_out("--out", arguments.out)
     folder, step = _found(arguments.run, arguments.step)
     saved = load_config(folder.config)
     location, manifest = checkpoint_of(folder, saved, step)

@@ -9,6 +9,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni.commands._out import check_out, make_room
 from omni.commands._shared import check_drawing, signs_of_life, write_drawing
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def run_search(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) not in (None, False):
             raise ConfigError(f"--{option} is of one layout: leave it out, or leave out --search")
     check_drawing(arguments.draw)
+    check_out("--out", arguments.out)
     config = compose_config(arguments.overrides, arguments.config_dir)
     given, ranks = given_keys(arguments.overrides, arguments.config_dir), planned_ranks(config.launch)
     on_cluster(config)
@@ -251,8 +253,7 @@ def _write(path: Path, config: "Config", ranks: int, *, without_data: bool) -> N
     values["launch"]["ranks"] = ranks
     if without_data:
         values["data"]["sources"] = {}
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_text(
-        path,
+        make_room(path),
         f"# @package _global_\n# Found by omni plan --search.\n{OmegaConf.to_yaml(OmegaConf.create(values))}",
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
+from omni.commands._out import check_out, make_room
+
 if TYPE_CHECKING:
     from pipeline.drawing import Track
 
@@ -41,15 +43,16 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def check_drawing(path: Path | None) -> None:
-    """Refuse to draw in a format that there is not.
+    """Refuse to draw in a format that there is not, or where nothing can be written.
 
     Raises:
-        ConfigError: naming the formats.
+        ConfigError: naming the formats, or the folder.
     """
     from omni.config import ConfigError
 
     if path is not None and path.suffix not in (".svg", ".json"):
         raise ConfigError(f"--draw {path}: write a picture (.svg) or trace events (.json)")
+    check_out("--draw", path)
 
 
 def write_drawing(path: Path, pictures: "Sequence[tuple[str, Sequence[Track]]]") -> None:
@@ -57,7 +60,7 @@ def write_drawing(path: Path, pictures: "Sequence[tuple[str, Sequence[Track]]]")
     from infra.run_folder import write_text
     from pipeline.drawing import svg, trace_events
 
-    write_text(path, svg(pictures) if path.suffix == ".svg" else trace_events(pictures))
+    write_text(make_room(path), svg(pictures) if path.suffix == ".svg" else trace_events(pictures))
 
 
 @contextmanager

@@ -6,6 +6,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from omni.commands._out import check_out, make_room
+
 _DESCRIPTION = """\
 Starts ranks as `omni train` does and measures what one can do beside the others: matrix products of several
 sizes, attention, a transformer layer, memory, starting a pass, and the links between ranks by kind of
@@ -66,8 +68,6 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.ranks is not None and arguments.ranks < 1:
         raise ConfigError(f"--ranks {arguments.ranks}: must be at least 1")
     ranks = count_ranks(LaunchConfig(ranks=arguments.ranks))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {out}: nothing can be written there ({error}): choose another") from error
+    check_out("--out", out)
+    make_room(out)
     return ranks

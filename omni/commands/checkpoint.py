@@ -9,6 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omni.commands._out import check_out, make_room
+
 if TYPE_CHECKING:
     from dataloader.storage import Storage
     from infra.run_folder import RunFolder
@@ -73,6 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--step {arguments.step}: {storage} has those of steps {steps}")
         chosen = steps if arguments.step is None else [arguments.step]
         if arguments.action == "export":
+            check_out("--out", arguments.out, folder=arguments.form == "hf")
             if arguments.encoder and arguments.form != "hf":
                 raise ValueError(f"--encoder {arguments.encoder} without --as hf: a file holds all weights")
             if arguments.encoder:
@@ -152,7 +155,7 @@ def _export(storage: "Storage", step: int, out: Path) -> int:
     from infra.checkpoint import read_manifest
     from omni.training.export import export
 
-    count = export(storage, read_manifest(storage, step), out)
+    count = export(storage, read_manifest(storage, step), make_room(out))
     print(f"{out}: {count} tensors of step {step}, {out.stat().st_size:,} bytes")
     return 0
 

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni.commands._out import check_out, make_room
 from omni.commands._shared import add_configuration, add_trace, signs_of_life
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.measure is not None:
             return _measure(arguments)
+        check_out("--html", arguments.html)
         weights = _weights(arguments)
         configs = _configs(arguments)
         mixtures = _mixtures(arguments, weights, next(iter(configs.values())))
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(lines(cells)))
     if arguments.html:
-        write_text(arguments.html, page(cells, " ".join(arguments.overrides)))
+        write_text(make_room(arguments.html), page(cells, " ".join(arguments.overrides)))
     if all(cell.refused for cell in cells):
         print("error: every system is refused", file=sys.stderr)
         return 2

@@ -10,6 +10,7 @@ from dataloader.visible import visible
 from omni.commands import _balance, _index, _inspect, _remix
 from omni.commands._datasets import datasets_in
 from omni.commands._index import chosen
+from omni.commands._out import check_out, make_room
 
 _OWN_TOKENIZER = ("quickstart_chat", "quickstart_open")  # recipes that train one
 
@@ -106,6 +107,7 @@ def _build(args: argparse.Namespace) -> int:
         print(visible(text), file=sys.stderr, flush=True)
 
     out = Path(args.out)
+    check_out("--out", out, folder=True)
     if args.recipe in _OWN_TOKENIZER:
         if args.tokenizer != "bytes":
             raise ValueError("--tokenizer: this recipe trains its own; leave it out")
@@ -224,9 +226,9 @@ def _trace(args: argparse.Namespace) -> int:
     from dataloader.trace_file import read_trace, write_trace
 
     if args.trace_action == "generate":
+        check_out("--out", args.out)
         trace = generate(args.name, args.num, args.seed, args.max_tokens)
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-        write_trace(args.out, trace)
+        write_trace(make_room(Path(args.out)), trace)
         print(f"{args.out}: {len(trace)} samples of {args.name}, seed {args.seed}")
     else:
         trace = read_trace(args.file)

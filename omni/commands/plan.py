@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     except PlanRefusedError as error:
         print(error, file=sys.stderr)
         return 1
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -1,0 +1,48 @@
+"""Where commands write: a place that takes nothing is refused before they work, by option and folder."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from omni.__main__ import main
+from omni.commands._of_checkpoint import configured
+from omni.commands._out import check_out
+from omni.config import ConfigError
+
+WRITING = (
+    ("plan", "--draw", "x.svg"),
+    ("plan", "--search", "--trace", "balanced", "--out", "x.yaml"),
+    ("compare", "--html", "x.html"),
+    ("calibrate", "--out", "cluster/x.yaml"),
+    ("data", "balance", "balanced", "--draw", "x.svg"),
+    ("data", "build", "--recipe", "quickstart", "--out", "x"),
+    ("data", "build", "--recipe", "quickstart_chat", "--out", "x"),
+    ("data", "build", "--from-jsonl", "none.jsonl", "--out", "x"),
+    ("data", "index", "none", "--recipe", "webdataset", "--out", "x"),
+    ("data", "inspect", "none", "--html", "x.html"),
+    ("data", "trace", "generate", "balanced", "--out", "x.parquet"),
+)
+
+
+@pytest.mark.parametrize("words", WRITING, ids=lambda words: " ".join(words))
+def test_a_place_that_takes_nothing_is_named_before_a_command_works(tmp_path, capsys, words):
+    file = tmp_path / "file"
+    file.touch()
+    out = file / words[-1]
+    assert main([*words[:-1], str(out)]) in (1, 2)
+    said = capsys.readouterr()
+    assert f"{words[-2]} {out}: nothing can be written in {file} (Not a directory)" in said.err
+    assert not said.out
+
+
+def test_a_checkpoint_is_not_evaluated_for_a_place_that_takes_nothing(tmp_path):
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}: is a folder: name a file"):
+        configured(argparse.Namespace(out=tmp_path, run=Path("none"), step=None))
+
+
+def test_what_is_above_a_place_may_be_missing(tmp_path):
+    check_out("--out", tmp_path / "a" / "b" / "c.json")
+    check_out("--out", tmp_path / "a" / "b", folder=True)
+    check_out("--out", None)
+    assert not list(tmp_path.iterdir())
