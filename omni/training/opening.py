@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataloader.index import same_data
 from infra.progress import LEGEND
 from infra.run_folder import RunFolder
-from omni.models.registry import notes_of
+from omni.models.registry import notes_of, published
 from omni.planning.mixture import repeats, told
 from omni.planning.optim_schedule import frozen_components, stages_of
 from omni.planning.pools import without_effect
@@ -102,16 +102,20 @@ def _notes(spec: RunSpec) -> Iterator[str]:
 
 
 def _start(spec: RunSpec) -> str:
+    """Where weights come from: those of the run, of encoders that begin with a folder's, and no others'."""
     start, names = spec.config.start, check_start(spec)
+    folders = {name: published(name, of) for name, of in spec.encoders.items() if name not in names}
+    own = {name: of.url for name, of in folders.items() if of is not None}
     given = start.checkpoint or start.weights
-    if given is None:
+    parts = [f"{name} with the weights of {url}" for name, url in own.items()]
+    if given is not None:
+        parts.insert(0, f"with the weights{' and the optimizer state' if start.optimizer else ''} of {given}")
+    drawn = [name for name in spec.components if name not in names and name not in own]
+    if not parts:
         return "from the start"
-    drawn = [name for name in spec.components if name not in names]
-    return (
-        f"with the weights{' and the optimizer state' if start.optimizer else ''} of {given}"
-        + (f", {', '.join(drawn)} drawn anew" if drawn else "")
-        + f", at position {start.cursor or 0} of the stream"
-    )
+    if drawn:
+        parts.append(f"{', '.join(drawn)} drawn anew")
+    return f"{', '.join(parts)}, at position {start.cursor or 0} of the stream"
 
 
 def _stages(spec: RunSpec) -> Iterator[str]:

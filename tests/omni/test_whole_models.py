@@ -34,11 +34,13 @@ from omni.models.towers.processors import open_processor
 from omni.open_models.folder import open_folder
 from omni.planning.prepare import prepare_run
 from omni.training.against import Scored, compare
+from omni.training.opening import opening
 from omni.training.parity import collect
 from omni.training.trainer import Trainer
 
 TOLERANCE = 1e-5
 CPU = torch.device("cpu")
+DRAWN = "+model.encoders.image.weights=false"
 
 
 class Referee:
@@ -114,6 +116,14 @@ def test_tokens_and_positions_are_those_of_transformers(referee: Referee, tmp_pa
         grids = {key: of for key, of in batch.items() if key in ("image_grid_thw", "mm_token_type_ids")}
         wanted = referee.model.model.get_rope_index(batch["input_ids"], **grids)[0][:, 0].T
         assert grid_positions(len(ids), rows).tolist() == wanted.tolist()
+
+
+def test_the_screen_says_whose_weights_a_tower_begins_with(referee: Referee, tmp_path: Path) -> None:
+    given = f"  start     with the weights of {referee.folder}, image "
+    for more, said in (((), f"with the weights of {referee.folder}, at"), ((DRAWN,), "drawn anew, at")):
+        spec = prepare_run(configured(referee, tmp_path, *more), 1)
+        lines = [*opening(spec, RunFolder(tmp_path), None, "nowhere")]
+        assert sum(line.startswith(given + said) for line in lines) == 1, lines
 
 
 def first_step(rank: int, config: Config, world: int) -> tuple[float, dict[str, torch.Tensor] | None]:
