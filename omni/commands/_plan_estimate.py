@@ -29,6 +29,7 @@ def estimated(
     from omni.config import ConfigError
     from omni.rehearsal.estimate import estimate
     from omni.rehearsal.stand_in_data import use_trace
+    from omni.training.start import check_start
 
     config = compose_config(overrides, arguments.config_dir)
     if arguments.trace:
@@ -38,6 +39,10 @@ def estimated(
     spec = _resolve(config, arguments.framework)
     for line in spec.choice.lines() if spec.choice else ():
         tell(line)
+    try:
+        check_start(spec)
+    except ConfigError as error:  # a plan needs no weights
+        tell(f"a run would be refused: {error}")
     domains, shown = spec.arrangement.num_domains, arguments.domain
     if arguments.step < 1 or (shown is not None and not 0 <= shown < domains):
         raise ConfigError(

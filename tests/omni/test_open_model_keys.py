@@ -375,6 +375,17 @@ def test_tensors_are_told_in_the_order_in_which_they_lie(models, tmp_path):
         assert len(starts) > 1 or file != path.name
 
 
+def test_a_plan_says_which_files_a_run_would_miss(models, tmp_path, capsys):
+    folder = shutil.copytree(models("qwen3")[0], tmp_path / "model")
+    line = ["~experiment", "system=multiplexed", f"start.weights={folder}", "data.step_samples=2"]
+    line += ["data.microbatch_tokens=64", "train.steps=1", "optim.lr=1e-3", "launch.ranks=1"]
+    assert main(["plan", "--trace", "32", *line]) == 0
+    assert "would be refused" not in capsys.readouterr().err
+    next(folder.glob("*.safetensors")).unlink()
+    assert main(["plan", "--trace", "32", *line]) == 0
+    assert f"note: a run would be refused: start.weights={folder}: " in capsys.readouterr().err
+
+
 def test_what_does_not_go_together_is_refused(models):
     folder, _ = models("llama")
     config = Config()
