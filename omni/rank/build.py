@@ -237,12 +237,13 @@ def check_state(name: str, module: torch.nn.Module) -> None:
 
 
 def check_weights(name: str, module: torch.nn.Module, stated: Sequence[Weight]) -> None:
-    """Refuse an encoder's statement of work that does not have the weights of its module on this rank: plans,
-    memory and communication are read off it.
+    """Refuse an encoder's statement of work that does not have the weights of its module on this rank, or not
+    those that are frozen for good: plans, memory and communication are read off it.
 
     Raises:
         ConfigError: with both numbers, and the first weight that differs.
     """
+    _check_frozen(name, module, stated)
     sizes = {of: parameter.numel() for of, parameter in module.named_parameters()}
     elements = [weight.elements for weight in stated]
     if sum(sizes.values()) == sum(elements):
@@ -256,6 +257,18 @@ def check_weights(name: str, module: torch.nn.Module, stated: Sequence[Weight]) 
         f"differs is number {at}, {weight}: {said} stated, {size:,} built. Mend weights() of its blocks "
         f"(docs/encoders.md)"
     )
+
+
+def _check_frozen(name: str, module: torch.nn.Module, stated: Sequence[Weight]) -> None:
+    still = {of: own.numel() for of, own in module.named_parameters() if not own.requires_grad}
+    said = sum(weight.elements for weight in stated if weight.frozen)
+    if sum(still.values()) != said:
+        raise ConfigError(
+            f"model.encoders.{name}: work() states {said:,} elements of weights on this rank as frozen, and "
+            f"of its module {type(module).__name__} {sum(still.values()):,} do not learn (requires_grad): "
+            f"{', '.join([*still][:3]) or 'none'}. State these by Weight(elements, frozen=True) in weights() "
+            f"of its blocks (docs/encoders.md), or freeze the component by optim.components.{name}.frozen"
+        )
 
 
 def _layers(

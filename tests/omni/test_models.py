@@ -370,3 +370,16 @@ def test_a_weight_that_is_stated_and_not_built_is_named() -> None:
         check_weights("mine", module, (Weight(8), Weight(2), Weight(5)))
     with pytest.raises(ConfigError, match=r"number 1, bias: nothing stated, 2 built"):
         check_weights("mine", module, (Weight(8),))
+
+
+def test_a_weight_that_is_frozen_and_stated_as_learning_is_named() -> None:
+    from omni.rank.build import check_weights
+
+    module = torch.nn.Linear(4, 2)
+    module.bias.requires_grad_(False)
+    check_weights("mine", module, (Weight(8), Weight(2, frozen=True)))
+    with pytest.raises(ConfigError, match=r"encoders.mine: .*0 elements .* as frozen, .* 2 do not.*: bias\."):
+        check_weights("mine", module, (Weight(8), Weight(2)))
+    module.bias.requires_grad_()
+    with pytest.raises(ConfigError, match=r"states 2 elements .* 0 do not learn \(requires_grad\): none"):
+        check_weights("mine", module, (Weight(8), Weight(2, frozen=True)))
