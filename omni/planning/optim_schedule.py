@@ -90,6 +90,11 @@ def check_optim(config: OptimConfig, components: tuple[str, ...], steps: int, st
             )
     for name in ("", *config.components):
         own, of = of_component(config, name), f"{section}.components.{name}" if name else section
+        if own.min_lr > own.lr:
+            raise ConfigError(
+                f"{of}: min_lr={own.min_lr} is above lr={own.lr}, and rates would rise to it: give a min_lr "
+                f"of at most lr there"
+            )
         warmup = warmup_steps(own, steps)
         if own.decay_steps is not None and warmup + own.decay_steps > steps:
             raise ConfigError(
@@ -111,35 +116,42 @@ def warmup_steps(config: OptimConfig, steps: int) -> int:
 
 
 def stage_notes(stages: Stages, done: int = 0, before: int | None = None) -> list[str]:
-    """Say where learning rates are not what a user may expect, by stage; as `learning_rate_notes`."""
+    """Say where learning rates are not what a user may expect, by stage, and by component where its
+    rates are its own; as `learning_rate_notes`.
+    """
     notes = []
     for stage in stages:
         past = stage.first - 1  # only the last stage may have another length than before
         had = before - past if before is not None and stage is stages[-1] else None
-        said = learning_rate_notes(stage.optim, stage.steps, max(0, done - past), had)
+        given = stage.steps, max(0, done - past), had
+        said = learning_rate_notes(stage.optim, *given)
+        for name in stage.optim.components:
+            own = of_component(stage.optim, name)
+            if learning_rate_notes(own, *given) != said:
+                said += learning_rate_notes(own, *given, f"optim.components.{name}")
         notes += [f"stages.{stage.name}: {note}" if stage.name else note for note in said]
     return notes
 
 
 def learning_rate_notes(
-    config: OptimConfig, steps: int, done: int = 0, before: int | None = None
+    config: OptimConfig, steps: int, done: int = 0, before: int | None = None, key: str = "optim"
 ) -> list[str]:
     """Say where learning rates are not what a user may expect: of a warm-up that is shortened, and of a run
-    that goes on after step `done` with `steps` in all where it had `before`.
+    that goes on after step `done` with `steps` in all where it had `before`. `key` is where they are set.
     """
     notes = []
     warmup = warmup_steps(config, steps)
     if warmup != config.warmup_steps:
         notes.append(
-            f"optim.warmup_steps={config.warmup_steps} does not fit train.steps={steps}: the warm-up takes "
+            f"{key}.warmup_steps={config.warmup_steps} does not fit train.steps={steps}: the warm-up takes "
             f"{warmup} steps"
         )
     if before is not None and 0 < done < steps:
         was, now = learning_rate(config, done, before), learning_rate(config, done + 1, steps)
         if was != learning_rate(config, done, steps):
             notes.append(
-                f"train.steps was {before} and is {steps}, and learning rates follow it: step {done} had "
-                f"{was:.3g}, step {done + 1} takes {now:.3g}"
+                f"train.steps was {before} and is {steps}, and learning rates of {key} follow it: step "
+                f"{done} had {was:.3g}, step {done + 1} takes {now:.3g}"
             )
     return notes
 

@@ -12,6 +12,8 @@ from omni.planning.optim_schedule import (
     frozen_components,
     learning_rate,
     learning_rate_notes,
+    stage_notes,
+    stages_of,
 )
 
 COMPONENTS = ("eye", "llm")
@@ -109,6 +111,23 @@ def test_a_warm_up_longer_than_the_run_shrinks_with_it():
     assert "optim.warmup_steps=100 does not fit train.steps=50" in note
     assert "takes 5 steps" in note
     assert learning_rate_notes(config, 100) == []
+
+
+def test_a_component_says_where_its_own_rate_is_another_than_stated():
+    own = ComponentOptimConfig(warmup_steps=100, schedule="cosine")
+    config = optim(lr=1.0, schedule="wsd", decay_steps=10, components={"eye": own})
+    (note,) = stage_notes(stages_of(config, {}, 50))
+    assert "optim.components.eye.warmup_steps=100 does not fit train.steps=50" in note
+    (note,) = stage_notes(stages_of(config, {}, 200), done=140, before=300)
+    assert "learning rates of optim.components.eye follow it: step 140 had" in note
+
+
+def test_a_least_rate_above_the_rate_is_refused():
+    config = optim(lr=1e-3, min_lr=1e-4, components={"eye": ComponentOptimConfig(lr=1e-5)})
+    with pytest.raises(ConfigError, match=r"optim\.components\.eye: min_lr=0\.0001 is above lr=1e-05"):
+        check_optim(config, COMPONENTS, 50)
+    with pytest.raises(ConfigError, match=r"optim: min_lr=1\.0 is above lr=0\.5"):
+        check_optim(optim(lr=0.5, min_lr=1.0), COMPONENTS, 50)
 
 
 def test_a_continued_run_says_where_its_rate_jumps():
