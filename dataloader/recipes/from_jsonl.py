@@ -3,7 +3,7 @@
 import json
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from dataloader.audio import decode_audio, read_audio_size
 from dataloader.decode import decode_image, read_image_size
 from dataloader.format import DataError, Item, Sample, SampleError, validate_sample
+from dataloader.manifest import MANIFEST
 from dataloader.tokenizer import Tokenizer
 from dataloader.writer import DatasetWriter, is_intact
 
@@ -40,7 +41,8 @@ def build_from_jsonl(
     of images and recordings are read from their headers, and they are decoded, so that damage is found;
     items of other modalities state "format" and "size" themselves.
 
-    `tell` is called when building begins, and with each of up to `skip_bad` bad lines, which are left out.
+    `tell` is called when building begins, with each of up to `skip_bad` bad lines, which are left out, and of
+    files that are newer than the dataset that is there.
     Raises DataError naming the file and the first `_SHOWN` bad lines if there are more; all lines are looked
     at, until there are `_SHOWN` too many.
     """
@@ -48,6 +50,7 @@ def build_from_jsonl(
     allowed = (Path(root) if root is not None else jsonl.parent).resolve()
     recipe = f"jsonl {recipe_of(jsonl)}"
     if not overwrite and is_intact(out, recipe, tokenizer):
+        tell_of_newer(jsonl, out, lambda raw: [item["path"] for item in raw.get("items", ())], tell)
         return False
     tell(f"building {out} from {jsonl} ...")
     with DatasetWriter(out, tokenizer, rows_per_group, groups_per_shard, overwrite, recipe) as writer:
@@ -69,6 +72,32 @@ def recipe_of(jsonl: str | Path) -> str:
         raise DataError(
             f"{jsonl}: cannot be read ({error.strerror}): give the path of a JSONL file"
         ) from None
+
+
+def tell_of_newer(
+    jsonl: Path, out: str | Path, paths_of: Callable[[Any], Iterable[str]], tell: Callable[[str], None]
+) -> None:
+    """Tell of files that were written after the dataset `out`, which holds them as they were. `paths_of`
+    gives those of a line's object. They are not read.
+    """
+    built = (Path(out) / MANIFEST).stat().st_mtime_ns
+    newer = [file for file in _listed(jsonl, paths_of) if file.stat().st_mtime_ns > built]
+    if newer:
+        tell(
+            f"note: {len(newer)} files are newer than {out}, such as {newer[0]}: the dataset holds them as "
+            f"they were when it was built; build it anew by --overwrite"
+        )
+
+
+def _listed(jsonl: Path, paths_of: Callable[[Any], Iterable[str]]) -> Iterator[Path]:
+    """The files that lines name, of those that are there."""
+    with open(jsonl, "rb") as lines:
+        for line in filter(bytes.strip, lines):
+            try:
+                files = [jsonl.parent / path for path in paths_of(json.loads(line))]
+            except Exception:  # a bad line, which the build left out
+                continue
+            yield from (file for file in files if file.is_file())
 
 
 def add_lines(
@@ -97,6 +126,11 @@ def add_lines(
                 break
     if len(bad) > skip_bad:
         raise DataError(_told(bad, skip_bad, number))
+    if not names:
+        raise DataError(
+            f"{jsonl}: it holds no sample"
+            + (f" but the {len(bad)} bad ones that were left out" if bad else ": no line has anything in it")
+        )
     return bad
 
 

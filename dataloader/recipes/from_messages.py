@@ -11,7 +11,7 @@ from dataloader.chat import ChatTemplate, Message, Spans, ends_of_turns
 from dataloader.chat_items import targets_with_items
 from dataloader.format import DataError, Sample, validate_sample
 from dataloader.manifest import Frame, TextForm
-from dataloader.recipes.from_jsonl import add_lines, item_of, recipe_of
+from dataloader.recipes.from_jsonl import add_lines, item_of, recipe_of, tell_of_newer
 from dataloader.recipes.messages import items_of, messages_of
 from dataloader.tokenizer import Tokenizer, digest_of
 from dataloader.tokens import text_tokens
@@ -45,6 +45,7 @@ def build_from_messages(
     template = ChatTemplate(tokenizer.template, getattr(tokenizer, "names", {}), today)
     recipe = f"messages {recipe_of(jsonl)} template={form.template[:16]} {today}".rstrip()
     if not overwrite and is_intact(out, recipe, tokenizer, form):
+        tell_of_newer(Path(jsonl), out, lambda raw: [path for _, path in items_of(messages_of(raw))], tell)
         return False
     tell(f"building {out} from {jsonl} ...")
     with DatasetWriter(out, tokenizer, overwrite=overwrite, recipe=recipe, text=form) as writer:

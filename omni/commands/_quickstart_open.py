@@ -47,7 +47,9 @@ def build(out: Path, seed: int, overwrite: bool, tell: Callable[[str], None]) ->
     write_texts(out, texts, overwrite)
     (out / PICTURES).mkdir(exist_ok=True)
     for strip in (*strips["train"], *strips["heldout"]):
-        (out / PICTURES / f"{strip.id}.png").write_bytes(strip.items[0].data)
+        file, data = out / PICTURES / f"{strip.id}.png", strip.items[0].data
+        if not file.exists() or file.read_bytes() != data:
+            file.write_bytes(data)
     model = out / "model"
     built = {model: overwrite or not is_whole(model)}
     if built[model]:

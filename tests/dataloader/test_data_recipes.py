@@ -124,13 +124,29 @@ def test_jsonl(tmp_path):
     assert [(item.format, item.size) for item in samples[0].items] == [("png", (16, 24)), ("jpeg", (8, 8))]
     assert samples[1].targets == ((10, 16),)
     assert samples[2].items == (Item("sonar", "raw", (4, 1), b"ping"),)
-    assert not build_from_jsonl(file, tmp_path / "set", BYTES)
+    told: list[str] = []
+    assert not build_from_jsonl(file, tmp_path / "set", BYTES, tell=told.append)
+    assert told == []
+    built = (tmp_path / "set" / "dataset.json").stat().st_mtime
+    os.utime(tmp_path / "b.jpg", (built + 1, built + 1))
+    assert not build_from_jsonl(file, tmp_path / "set", BYTES, tell=told.append)
+    assert len(told) == 1
+    assert f"1 files are newer than {tmp_path / 'set'}, such as {tmp_path / 'b.jpg'}" in told[0]
     with open(file, "a") as lines:
         lines.write('{"id": "4", "text": "more"}\n')
     with pytest.raises(DataError, match="another dataset"):
         build_from_jsonl(file, tmp_path / "set", BYTES)
     assert build_from_jsonl(file, tmp_path / "set", BYTES, overwrite=True)
     assert len(Index.open(tmp_path / "set")) == 4
+
+
+@pytest.mark.parametrize("lines", [[], ["", ""], ["{"]])
+def test_a_file_that_holds_no_sample_is_named_itself(tmp_path, lines):
+    file = write_jsonl(tmp_path, *lines)
+    with pytest.raises(DataError, match=rf"^{file}: it holds no sample") as caught:
+        build_from_jsonl(file, tmp_path / "set", BYTES, skip_bad=1)
+    assert ("but the 1 bad ones" in str(caught.value)) == (lines == ["{"])
+    assert not (tmp_path / "set").exists()
 
 
 @pytest.mark.parametrize(
