@@ -1,6 +1,7 @@
 """From command-line overrides to a typed configuration. No torch here."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -151,8 +152,8 @@ def _merged(schema: type, values: Any, prefix: str) -> Any:
     try:
         return OmegaConf.to_object(OmegaConf.merge(_structured(schema), values or {}))
     except (OmegaConfBaseException, ValueError) as error:
-        key = prefix + str(getattr(error, "full_key", "") or "")
-        keys = ", ".join(schema.__dataclass_fields__)  # type: ignore[attr-defined]
+        key = (prefix + str(getattr(error, "full_key", "") or "")).removesuffix(".")
+        keys = ", ".join(field.name for field in fields(schema))
         why = f"{key}: {str(error).splitlines()[0]} (known here: {keys})"
         raise ConfigError("\n".join(renamed(str(error))) or why) from error
 

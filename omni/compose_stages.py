@@ -11,6 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from omni.config import Config, ConfigError
+from omni.keys import check_keys
 from omni.optim_config import OF_STAGE, ComponentOptimConfig, OptimConfig, StageConfig
 
 _STEPS = "train.steps"
@@ -25,7 +26,10 @@ def take_steps(composed: DictConfig, overrides: Sequence[str]) -> None:
     stages = OmegaConf.select(composed, "stages")
     if not stages:
         return
-    total = sum(OmegaConf.select(stages, f"{name}.steps", default=0) for name in stages)
+    steps = [OmegaConf.select(stages, f"{name}.steps") for name in stages]
+    if not all(type(of) is int and of > 0 for of in steps):
+        return  # `typed_stages` names it
+    total = sum(steps)
     named = {override.key_or_group for override in OverridesParser.create().parse_overrides(list(overrides))}
     given = OmegaConf.select(composed, _STEPS)
     if _STEPS in named and given != total:
@@ -43,6 +47,7 @@ def typed_stages(config: Config, merged: Callable[[type, Any, str], Any]) -> Non
     for name, value in config.stages.items():
         key = f"stages.{name}"
         stage = merged(StageConfig, value, f"{key}.")
+        check_keys(key, stage)
         stage.optim = _optim(config.optim, stage.optim or {}, f"{key}.optim", merged)
         config.stages[name] = stage
     total = sum(stage.steps for stage in config.stages.values())

@@ -209,6 +209,14 @@ class TrackingConfig:
     prometheus_port: int | None = at_least(0, None)
     prometheus_host: str = "127.0.0.1"
 
+    rules: ClassVar[Rules] = (
+        Rule(
+            "prometheus_port",
+            lambda own: own.prometheus_port is None or own.prometheus_port < 2**16,
+            "is a port: at most 65535, or null for none",
+        ),
+    )
+
 
 @dataclass
 class TrainConfig:
@@ -312,6 +320,14 @@ class StartConfig:
     cursor: int | None = at_least(0, None)
     weights: str | None = None
 
+    rules: ClassVar[Rules] = (
+        Rule(
+            "optimizer",
+            lambda own: not own.optimizer or own.checkpoint is not None or own.weights is not None,
+            "it is the state of a checkpoint, and start.checkpoint is null: name one, or leave this out",
+        ),
+    )
+
 
 @dataclass
 class RunConfig:
@@ -319,6 +335,8 @@ class RunConfig:
 
     name: str = "run"
     dir: str = MISSING
+
+    rules: ClassVar[Rules] = (Rule("dir", lambda own: own.dir.strip() != "", "name a folder"),)
 
 
 @dataclass

@@ -104,6 +104,10 @@ class DataConfig:
     cache_gb: float = at_least(0, 16.0)
     record_samples: bool = False
 
+    rules: ClassVar[Rules] = (
+        Rule("max_error_share", lambda own: own.max_error_share <= 1, "is a share of samples: at most 1"),
+    )
+
     @property
     def pass_tokens(self) -> int:
         """`microbatch_tokens` of a run, which has chosen it if nobody gave it."""

@@ -63,6 +63,8 @@ def _advice(overrides: Sequence[str], said: str) -> Iterator[str]:
         yield from (f"{section}: {how_to_add(kind.group)}" for own, kind, _ in KINDS if own == section)
         if key in groups() and given and value in ("null", ""):
             yield f"{key}={value}: name one of its files, or leave it out with ~{key}"
+        elif override.startswith("~") and key in _schema()[1]:
+            yield _of_entries(key)
         elif given and override[0] not in "+~" and not {key.partition(mark)[0] for mark in "/@"} & groups():
             yield from _of_key(key, said)
 
@@ -74,13 +76,20 @@ def _of_key(key: str, said: str) -> Iterator[str]:
     known, mappings = _schema()
     mapping = next((name for name in mappings if f"{key}.".startswith(name + ".")), None)
     if mapping:
-        yield from [f"{key}: to add an entry to {mapping}, write +{key}"] * (f"'{key}'" in said)
+        if f"field '{key}' is not Optional" in said:
+            yield _of_entries(mapping) if key == mapping else f"{key}: to leave it out, write ~{key}"
+        elif f"'{key}'" in said:
+            yield f"{key}: to add an entry to {mapping}, write +{key}"
     elif key not in known | groups() | RENAMED.keys():
         leaf = key.rpartition(".")[2]
         same = sorted(name for name in known if name.rpartition(".")[2] == leaf)
         near = same or get_close_matches(key, sorted(known | groups()), 3, 0.7)
         meant = f"did you mean {' or '.join(near)}?" if near else "omni train --help lists all keys"
         yield f"{key}: there is no such key; {meant}"
+
+
+def _of_entries(mapping: str) -> str:
+    return f"{mapping}: its entries are left out one by one, such as ~{mapping}.NAME"
 
 
 @cache
