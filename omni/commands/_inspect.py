@@ -8,6 +8,7 @@ from dataloader.visible import visible
 from omni.commands._datasets import datasets_in, left_out_of
 from omni.commands._index import chosen
 from omni.commands._out import check_out, make_room
+from omni.commands._shared import at_least
 
 _COSTED = 1024  # samples of the step whose costs are drawn
 
@@ -15,7 +16,9 @@ _COSTED = 1024  # samples of the step whose costs are drawn
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `omni data inspect`."""
     parser.add_argument("paths", nargs="+", metavar="DIR", help="a dataset, or a folder of datasets")
-    parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to print (default: 3)")
+    parser.add_argument(
+        "--samples", type=at_least(0), default=3, metavar="N", help="samples to print (default: 3)"
+    )
     parser.add_argument(
         "--html", metavar="FILE", help="write a page with pictures, recordings and what carries loss instead"
     )

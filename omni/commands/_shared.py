@@ -42,6 +42,17 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument: an integer from `least` on."""
+
+    def integer(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
+        return value
+
+    return integer
+
+
 def check_drawing(path: Path | None) -> None:
     """Refuse to draw in a format that there is not, or where nothing can be written.
 

@@ -11,6 +11,7 @@ from omni.commands import _balance, _index, _inspect, _remix
 from omni.commands._datasets import datasets_in
 from omni.commands._index import chosen
 from omni.commands._out import check_out, make_room
+from omni.commands._shared import at_least
 
 _OWN_TOKENIZER = ("quickstart_chat", "quickstart_open")  # recipes that train one
 
@@ -37,9 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--root", metavar="DIR", help="where the JSONL's files may lie (default: below the JSONL's folder)"
     )
     build.add_argument(
-        "--skip-bad", type=int, default=0, metavar="N", help="leave out up to N bad lines (default: 0)"
+        "--skip-bad",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="leave out up to N bad lines (default: 0)",
     )
-    build.add_argument("--seed", type=int, default=0, help="of the recipe's draws (default: 0)")
+    build.add_argument("--seed", type=at_least(0), default=0, help="of the recipe's draws (default: 0)")
     build.add_argument("--overwrite", action="store_true", help="replace what is there")
 
     _index.add_arguments(actions.add_parser("index", help="index samples where they lie, without a copy"))
@@ -50,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="print whole texts")
     show.add_argument("path", metavar="DIR", help="a dataset")
     show.add_argument("--mask", action="store_true", help="colour what carries loss")
-    show.add_argument("--samples", type=int, default=3, metavar="N", help="samples to print (default: 3)")
+    show.add_argument(
+        "--samples", type=at_least(0), default=3, metavar="N", help="samples to print (default: 3)"
+    )
     show.add_argument("--tokenizer", metavar="T", help="that it was built with, where it takes keys")
 
     verify = actions.add_parser("verify", help="read and decode everything; exit 1 if anything is wrong")
@@ -69,9 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate = kinds.add_parser("generate", help="write a synthetic trace")
     generate.add_argument("name", choices=["balanced", "longtail", "shift"])
     generate.add_argument("--out", required=True, metavar="FILE")
-    generate.add_argument("--num", type=int, default=10_000, help="samples (default: 10000)")
-    generate.add_argument("--seed", type=int, default=0, help="(default: 0)")
-    generate.add_argument("--max-tokens", type=int, default=131_072, help="LLM tokens per sample")
+    generate.add_argument("--num", type=at_least(1), default=10_000, help="samples (default: 10000)")
+    generate.add_argument("--seed", type=at_least(0), default=0, help="(default: 0)")
+    generate.add_argument("--max-tokens", type=at_least(16), default=131_072, help="LLM tokens per sample")
     describe = kinds.add_parser("describe", help="print a trace's quantiles and shares")
     describe.add_argument("file", metavar="FILE")
 
@@ -107,6 +114,8 @@ def _build(args: argparse.Namespace) -> int:
         print(visible(text), file=sys.stderr, flush=True)
 
     out = Path(args.out)
+    if args.recipe and (args.root is not None or args.skip_bad):
+        raise ValueError("--root and --skip-bad are of files of your own: leave them out with --recipe")
     check_out("--out", out, folder=True)
     if args.recipe in _OWN_TOKENIZER:
         if args.tokenizer != "bytes":

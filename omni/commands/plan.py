@@ -83,11 +83,15 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from omni.commands._plan_search import run_search
     from omni.commands._plan_sweep import run_sweep
+    from omni.config import ConfigError
     from pipeline.verifier import PlanRefusedError
 
     try:
         if arguments.search:
             return run_search(arguments)
+        for option in ("out", "tokens"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(f"--{option} is of --search: add it, or leave --{option} out")
         if arguments.multirun:
             return run_sweep(arguments)
         with tempfile.TemporaryDirectory() as folder:

@@ -36,6 +36,41 @@ def test_a_place_that_takes_nothing_is_named_before_a_command_works(tmp_path, ca
     assert not said.out
 
 
+UNHEEDED = (
+    (("plan", "--out", "x.yaml"), "--out is of --search"),
+    (("plan", "--tokens", "1e9"), "--tokens is of --search"),
+    (
+        ("data", "build", "--recipe", "quickstart", "--out", "x", "--root", "y"),
+        "leave them out with --recipe",
+    ),
+    (("data", "build", "--recipe", "quickstart", "--out", "x", "--skip-bad", "1"), "leave them out"),
+)
+
+
+@pytest.mark.parametrize("words, said", UNHEEDED, ids=lambda of: " ".join(of) if type(of) is tuple else "")
+def test_an_option_that_nothing_would_heed_is_refused(capsys, words, said):
+    assert main([*words]) in (1, 2)
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, least",
+    [
+        (("data", "inspect", "x", "--samples", "-1"), 0),
+        (("data", "show", "x", "--samples", "-1"), 0),
+        (("data", "build", "--from-jsonl", "x", "--out", "y", "--skip-bad", "-1"), 0),
+        (("data", "trace", "generate", "shift", "--out", "y", "--seed", "-1"), 0),
+        (("data", "trace", "generate", "shift", "--out", "y", "--num", "0"), 1),
+    ],
+    ids=lambda of: " ".join(of) if type(of) is tuple else "",
+)
+def test_a_number_below_its_least_is_named_by_its_option(capsys, words, least):
+    with pytest.raises(SystemExit) as ended:
+        main([*words])
+    assert ended.value.code == 2
+    assert f"argument {words[-2]}: {words[-1]}: must be at least {least}" in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_not_evaluated_for_a_place_that_takes_nothing(tmp_path):
     with pytest.raises(ConfigError, match=f"--out {tmp_path}: is a folder: name a file"):
         configured(argparse.Namespace(out=tmp_path, run=Path("none"), step=None))
