@@ -198,7 +198,7 @@ def keys_of(overrides: Sequence[str]) -> set[str]:
         if is_choice(override):
             keys.update(key for key, _ in _values_of(name, str(value)))
         elif isinstance(value, dict) and value:
-            keys.update(f"{name}.{key}" for key, _ in _leaves(value))
+            keys.update(f"{name}.{key}" for key, _ in leaves(value))
         else:
             keys.add(name)
     return keys
@@ -241,12 +241,13 @@ def _values_of(group: str, option: str) -> Iterator[tuple[str, Any]]:
     values = OmegaConf.to_container(loaded.config, resolve=False)
     assert isinstance(values, dict)
     values.pop("defaults", None)
-    yield from ((prefix + key, value) for key, value in _leaves(values) if "${" not in str(value))
+    yield from ((prefix + key, value) for key, value in leaves(values) if "${" not in str(value))
 
 
-def _leaves(values: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+def leaves(values: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a mapping of mappings with their keys, joined by dots."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from ((f"{key}.{inner}", leaf) for inner, leaf in _leaves(value))
+            yield from ((f"{key}.{inner}", leaf) for inner, leaf in leaves(value))
         else:
             yield str(key), value

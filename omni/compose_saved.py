@@ -14,7 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from omni.compose import check_shadowed, is_choice, keys_of, offer_policies, own_files, to_config
+from omni.compose import check_shadowed, is_choice, keys_of, leaves, offer_policies, own_files, to_config
 from omni.compose_stages import take_steps
 from omni.config import Config, ConfigError
 from omni.planning.choice import continued
@@ -48,6 +48,7 @@ def compose_saved(
             check_shadowed(composed, appended)
             given = keys_of(overrides)
             take_steps(composed, overrides)
+            _follow(composed, values, given)
             launcher = OmegaConf.create(OmegaConf.to_container(composed.hydra.launcher, resolve=True))
             with open_dict(composed):
                 del composed["hydra"]
@@ -56,6 +57,18 @@ def compose_saved(
     except Exception as error:  # Hydra raises many kinds; all of them are about the overrides
         raise ConfigError(refusal(error, overrides)) from error
     return continued(to_config(composed), saved, given), launcher
+
+
+def _follow(composed: DictConfig, values: DictConfig, given: set[str]) -> None:
+    """Let stages, which were saved with all keys of `optim`, have those that are other now in the run: what
+    of a stage was that of the run, and is not given itself.
+    """
+    of_run: Any = OmegaConf.to_container(values.optim)
+    for key, was in leaves(of_run):
+        now = OmegaConf.select(composed, f"optim.{key}")
+        for own in (f"stages.{name}.optim.{key}" for name in composed.stages if now != was):
+            if own not in given and OmegaConf.select(composed, own) == was:
+                OmegaConf.update(composed, own, now)
 
 
 def _appended(values: DictConfig, text: str) -> str:

@@ -302,6 +302,11 @@ def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None
             return 0, 0, None
         _check_owner(folder, spec.config.train.checkpoint_dir)
         check_fingerprint(manifest, fingerprint(spec), storage)
+        if manifest["step"] > spec.config.train.steps:
+            raise ConfigError(
+                f"train.steps={spec.config.train.steps}: the run has done {manifest['step']} steps: give at "
+                f"least so many, or begin a stage with a checkpoint: omni resume {folder.path} --fork FOLDER"
+            )
     except (CheckpointError, OSError) as error:
         raise ConfigError(str(error)) from error
     with suppress(ConfigError):  # it may be of an older version, or gone

@@ -46,7 +46,7 @@ def test_a_new_run_does_not_take_the_checkpoints_of_another_for_its_own(tmp_path
     monkeypatch.setattr("omni.training.fingerprint.fingerprint", lambda spec: {})
     storage = Storage.at(tmp_path / "kept")
     commit(storage, claim(storage, None, adopt=True), 7, [], {"cursor": 56, "fingerprint": {}})
-    spec = SimpleNamespace(config=Config(train=TrainConfig(checkpoint_dir=str(tmp_path / "kept"))))
+    spec = SimpleNamespace(config=Config(train=TrainConfig(steps=7, checkpoint_dir=str(tmp_path / "kept"))))
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ConfigError, match=r"checkpoint_dir=.* of another run, and run\.dir=.*/run is new"):
         _jobs._continued(folder, spec)
@@ -54,6 +54,9 @@ def test_a_new_run_does_not_take_the_checkpoints_of_another_for_its_own(tmp_path
     folder.path.mkdir()
     folder.config.write_text("of an older version: true\n")
     assert _jobs._continued(folder, spec) == (7, 56, None)
+    spec.config.train.steps = 6
+    with pytest.raises(ConfigError, match=r"train\.steps=6: the run has done 7 steps: .* --fork FOLDER"):
+        _jobs._continued(folder, spec)
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(tmp_path, capsys):

@@ -63,6 +63,10 @@ def test_resolved_stages_are_read_again_as_they_are(tmp_path: Path):
     config = composed("run.dir=mine")
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
     assert load_config(tmp_path / "config.yaml") == config
+    fork = compose_saved(config, ["optim.clip=2", "optim.lr=5e-4", "stages.tune.optim.min_lr=1e-5"])[0]
+    assert [of.optim.clip for of in fork.stages.values()] == [2, 2], "a stage did not say it"
+    assert [of.optim.lr for of in fork.stages.values()] == [2e-3, 5e-4], "the first has a rate of its own"
+    assert [of.optim.min_lr for of in fork.stages.values()] == [0, 1e-5]
     longer = compose_saved(config, ["stages.tune.steps=7"])[0]
     assert (longer.train.steps, longer.stages["tune"].steps) == (9, 7)
 
