@@ -17,6 +17,7 @@ from parallel.policy import how_to_add
 # Of what Hydra says: hints for its own developers, and where it looked for files.
 _LEFT_OUT = ("To append", "full_key:", "reference_type=", "object_type=", "Config search path:", "provider=")
 _OPTIONS = "Available options in"
+_GRAMMAR = "override_grammar"  # the page that Hydra names for what it could not read
 _ONE_NUMBER = {
     "to Dict[str, int]": "cluster.flops",
     "not a subclass of EfficiencyConfig": "cluster.efficiency",
@@ -33,7 +34,8 @@ def refusal(error: Exception, overrides: Sequence[str]) -> str:
     at = next((n for n, line in enumerate(reason) if line.startswith(_OPTIONS)), None)
     if at is not None:  # a line each
         reason[at:] = [f"{reason[at]} {', '.join(reason[at + 1 :])}"]
-    return "\n".join([*reason, *renamed(text), *_of_former_files(said), *_advice(overrides, text)])
+    quotes = _of_quotes(overrides, text)
+    return "\n".join([*reason, *renamed(text), *_of_former_files(said), *quotes, *_advice(overrides, text)])
 
 
 def renamed(said: str) -> list[str]:
@@ -41,6 +43,14 @@ def renamed(said: str) -> list[str]:
     keys = [f"{old} is {new} now" for old, new in RENAMED.items() if f"full_key: {old}\n" in f"{said}\n"]
     options = RENAMED_OPTIONS.items()
     return keys + [f"{old} is {new} now".replace("/", "=") for old, new in options if f"'{old}'" in said]
+
+
+def _of_quotes(overrides: Sequence[str], said: str) -> Iterator[str]:
+    """Say how a value is given that Hydra's grammar does not take as it stands."""
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if _GRAMMAR in said and value and value in said and not set(value) & set("'\"{}[]"):
+            yield f"{key}: a value with brackets, or letters beyond English ones: \"{key}='{value}'\""
 
 
 def _of_former_files(said: Sequence[str]) -> Iterator[str]:

@@ -95,6 +95,8 @@ def test_advice_is_about_the_override_that_was_refused():
         (["tracking.prometheus_port=70000"], ["tracking.prometheus_port=70000", "at most 65535"]),
         (["data.max_error_share=2"], ["data.max_error_share=2", "at most 1"]),
         (["run.dir="], ["run.dir=", "name a folder"]),
+        (["run.name=läufe"], ["beyond English ones: \"run.name='läufe'\""]),
+        (["run.name=a(b"], ["a value with brackets", "\"run.name='a(b'\""]),
         (["model=null"], ["model=null", "leave it out with ~model"]),
         (["layout.llm.pp=abc"], ["layout.llm.pp", "abc", "Integer"]),
         (["optim.lr=fast"], ["optim.lr", "fast", "Float"]),
