@@ -1,7 +1,13 @@
 """Where a command is to write: looked at before it works for it."""
 
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_out(option: str, out: str | Path | None, *, folder: bool = False) -> None:
@@ -26,6 +32,21 @@ def check_out(option: str, out: str | Path | None, *, folder: bool = False) -> N
         raise ConfigError(
             f"{option} {out}: nothing can be written in {there} ({error.strerror}): name another place"
         ) from error
+
+
+@contextmanager
+def writing(option: str, out: str | Path | None) -> Iterator[None]:
+    """Write to `out`, if anything: a disk that is full, or takes no file of that size, is told by its place.
+
+    Raises:
+        OSError: naming the option and its value.
+    """
+    try:
+        yield
+    except OSError as error:
+        if out is None or error.errno not in _FULL:
+            raise
+        raise OSError(f"{option} {out}: cannot be written: {os.strerror(error.errno)}") from error
 
 
 def make_room(out: Path) -> Path:

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni.commands._out import check_out, make_room
+from omni.commands._out import check_out, make_room, writing
 
 if TYPE_CHECKING:
     from dataloader.storage import Storage
@@ -78,11 +78,12 @@ def run(arguments: argparse.Namespace) -> int:
             check_out("--out", arguments.out, folder=arguments.form == "hf")
             if arguments.encoder and arguments.form != "hf":
                 raise ValueError(f"--encoder {arguments.encoder} without --as hf: a file holds all weights")
-            if arguments.encoder:
-                return _export_encoder(storage, chosen[-1], arguments)
-            if arguments.form == "hf":
-                return _export_folder(storage, chosen[-1], arguments)
-            return _export(storage, chosen[-1], arguments.out)
+            with writing("--out", arguments.out):
+                if arguments.encoder:
+                    return _export_encoder(storage, chosen[-1], arguments)
+                if arguments.form == "hf":
+                    return _export_folder(storage, chosen[-1], arguments)
+                return _export(storage, chosen[-1], arguments.out)
         return max(
             [_verify(storage, s) if arguments.action == "verify" else _show(storage, s) for s in chosen]
         )

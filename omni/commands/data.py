@@ -10,7 +10,7 @@ from dataloader.visible import visible
 from omni.commands import _balance, _index, _inspect, _remix
 from omni.commands._datasets import datasets_in
 from omni.commands._index import chosen
-from omni.commands._out import check_out, make_room
+from omni.commands._out import check_out, make_room, writing
 from omni.commands._shared import at_least
 
 _OWN_TOKENIZER = ("quickstart_chat", "quickstart_open")  # recipes that train one
@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> int:
         "trace": _trace,
     }
     try:
-        return actions[args.action](args)
+        with writing("--out", getattr(args, "out", None)):
+            return actions[args.action](args)
     except (ValueError, OSError) as error:
         print(f"omni data {args.action}: {visible(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) and args.action in ("balance", "remix", "trace") else 1

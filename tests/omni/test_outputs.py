@@ -1,6 +1,7 @@
 """Where commands write: a place that takes nothing is refused before they work, by option and folder."""
 
 import argparse
+import errno
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,16 @@ def test_a_number_below_its_least_is_named_by_its_option(capsys, words, least):
 def test_a_checkpoint_is_not_evaluated_for_a_place_that_takes_nothing(tmp_path):
     with pytest.raises(ConfigError, match=f"--out {tmp_path}: is a folder: name a file"):
         configured(argparse.Namespace(out=tmp_path, run=Path("none"), step=None))
+
+
+def test_a_disk_that_is_full_is_told_by_the_place_that_was_asked_for(tmp_path, monkeypatch, capsys):
+    def full(path: Path, trace: object) -> None:
+        raise OSError(errno.ENOSPC, "Error writing bytes to file")  # as Arrow says it, which names no file
+
+    monkeypatch.setattr("dataloader.trace_file.write_trace", full)
+    out = tmp_path / "x.parquet"
+    assert main(["data", "trace", "generate", "balanced", "--num", "9", "--out", str(out)]) == 1
+    assert f"--out {out}: cannot be written: No space left on device" in capsys.readouterr().err
 
 
 def test_what_is_above_a_place_may_be_missing(tmp_path):
