@@ -14,6 +14,7 @@ from omni.commands._out import check_out, make_room, writing
 from omni.commands._shared import at_least
 
 _OWN_TOKENIZER = ("quickstart_chat", "quickstart_open")  # recipes that train one
+_COUNT = at_least(0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--root", metavar="DIR", help="where the JSONL's files may lie (default: below the JSONL's folder)"
     )
     build.add_argument(
-        "--skip-bad",
-        type=at_least(0),
-        default=0,
-        metavar="N",
-        help="leave out up to N bad lines (default: 0)",
+        "--skip-bad", type=_COUNT, default=0, metavar="N", help="leave out up to N bad lines (default: 0)"
     )
-    build.add_argument("--seed", type=at_least(0), default=0, help="of the recipe's draws (default: 0)")
+    build.add_argument("--seed", type=_COUNT, default=0, help="of the recipe's draws (default: 0)")
     build.add_argument("--overwrite", action="store_true", help="replace what is there")
 
     _index.add_arguments(actions.add_parser("index", help="index samples where they lie, without a copy"))
@@ -55,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show = actions.add_parser("show", help="print whole texts")
     show.add_argument("path", metavar="DIR", help="a dataset")
     show.add_argument("--mask", action="store_true", help="colour what carries loss")
-    show.add_argument(
-        "--samples", type=at_least(0), default=3, metavar="N", help="samples to print (default: 3)"
-    )
+    show.add_argument("--samples", type=_COUNT, default=3, metavar="N", help="samples to print (default: 3)")
     show.add_argument("--tokenizer", metavar="T", help="that it was built with, where it takes keys")
 
     verify = actions.add_parser("verify", help="read and decode everything; exit 1 if anything is wrong")
@@ -77,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_argument("name", choices=["balanced", "longtail", "shift"])
     generate.add_argument("--out", required=True, metavar="FILE")
     generate.add_argument("--num", type=at_least(1), default=10_000, help="samples (default: 10000)")
-    generate.add_argument("--seed", type=at_least(0), default=0, help="(default: 0)")
+    generate.add_argument("--seed", type=_COUNT, default=0, help="(default: 0)")
     generate.add_argument("--max-tokens", type=at_least(16), default=131_072, help="LLM tokens per sample")
     describe = kinds.add_parser("describe", help="print a trace's quantiles and shares")
     describe.add_argument("file", metavar="FILE")

@@ -148,7 +148,7 @@ def test_answers_are_what_the_run_transcribed(ranks: RankPool, run: Path, tmp_pa
         (["eval", "{}/checkpoints/step_00000002", "--step", "4"], "is that of step 2"),
         (["eval", "{}", "~data.heldout.mixed", "~data.heldout.text"], "data.heldout is empty"),
         (["eval", "{}"], "data.heldout.mixed.path="),
-        (["eval", "{}", "--out", "{}"], "name a file in a folder"),
+        (["eval", "{}", "--out", "{}"], "is a folder: name a file"),
         (["eval", "{}", "start.cursor=3"], "start is another"),
         (["eval", "{}", "hydra/launcher=slurm"], "on this machine alone"),
         (["generate", "{}", "--prompt", "a", "model.llm.hidden=96"], "another model: model.llm.hidden=96"),

@@ -158,7 +158,7 @@ def test_the_command_draws_a_step_measured_above_simulated(lines, capsys, tmp_pa
         (["RUN", "--step", "1"], ["step 1 is not recorded", "2, 3"]),
         (["RUN", "--domain", "1"], ["domain 1", "there are 0"]),
         (["RUN", "--draw", "step.png"], ["step.png", ".svg", ".json"]),
-        (["RUN", "--draw", "nowhere/step.svg"], ["nowhere"]),
+        (["RUN", "--draw", "/dev/null/step.svg"], ["--draw /dev/null/step.svg: ", "in /dev/null (Not a"]),
         (["EMPTY"], ["holds no timelines", "train.timeline_every=N"]),
     ],
 )
