@@ -14,9 +14,11 @@ from types import FrameType
 from typing import Self, TextIO
 
 from infra.screen import beside
+from infra.within import within
 
 EXIT_CODE = 75  # EX_TEMPFAIL: try again
 DESCRIBE_S = 5.0  # how long `describe` may take before the process ends without its answer
+SAY_S = 10.0  # how long `out` may take nothing, as a terminal that is stopped, before it goes on unsaid
 
 
 def _stacks() -> Iterator[str]:
@@ -95,19 +97,22 @@ class Watchdog:
                 self._end()
                 return
             if silent_s >= self._report_s and not reported:
-                with suppress(OSError):  # a full disk ends no run that may go on
-                    self._report(self._report_s, f" (waits for {self._timeout_s:g} s)")
+                self._report(self._report_s, f" (waits for {self._timeout_s:g} s)")
                 reported = True
 
     def _end(self) -> None:
         try:
             self._report(self._timeout_s, "")
-        finally:  # a full disk or a closed pipe must not keep a hung process alive
+        finally:
             self.exit_process(EXIT_CODE)
 
     def _report(self, silent_s: float, more: str) -> None:
         said = f"watchdog: no progress for {silent_s:g} s{more}: {self._described()}"
-        beside("\n".join([said, *_stacks()]), self._out)
+        text = "\n".join([said, *_stacks()])
+        # A full disk, or a pipe that is closed or not read, neither ends a run that may go on nor keeps a hung
+        # process alive.
+        with suppress(OSError):
+            within(SAY_S, lambda: beside(text, self._out))
 
     def _described(self) -> str:
         # In a thread of its own: what hangs may hold a lock that `describe` needs.

@@ -1,5 +1,6 @@
 """A real stall is broken with a report; a real signal is remembered until the end of the step."""
 
+import fcntl
 import io
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
@@ -79,6 +81,23 @@ def test_a_description_that_hangs_or_fails_does_not_save_the_process(describe, w
     done = run(STALL.format(describe=describe))
     assert done.returncode == EXIT_CODE
     assert words in done.stderr
+
+
+def test_a_screen_that_takes_no_more_saves_no_process(monkeypatch):
+    monkeypatch.setattr("infra.watchdog.SAY_S", 0.3)
+    readable, writable = os.pipe()
+    size = fcntl.fcntl(writable, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writable, b"x" * size)
+    nobody_reads, ended = open(writable, "w"), threading.Event()
+    watchdog = Watchdog(0.2, str, out=nobody_reads, report_s=0.1)
+    watchdog.exit_process = lambda code: ended.set()
+    watchdog.start()
+    came = ended.wait(10)
+    os.close(readable)  # whoever still writes goes on
+    watchdog.stop()
+    with suppress(BrokenPipeError):
+        nobody_reads.close()
+    assert came
 
 
 BEATS = """
