@@ -83,12 +83,19 @@ class Relay:
         asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _accept(self, listener: socket.socket, serve: Any) -> None:
-        with suppress(OSError, ValueError):  # closed
-            while True:
+        said = False
+        while listener.fileno() >= 0:  # until it is closed
+            try:
                 connection, _ = await self._loop.sock_accept(listener)
-                task = self._loop.create_task(serve(connection))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            except OSError as error:  # such as too many open files, until others close theirs
+                if not said:
+                    print(f"agent: no connection can be taken, which is tried again: {error}", file=sys.stderr)
+                said = True
+                await asyncio.sleep(_RETRY_S)
+                continue
+            task = self._loop.create_task(serve(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _let_in(self, connection: socket.socket, default: int) -> None:
         try:

@@ -22,6 +22,7 @@ ADDRESS = "OMNI_NODE_ADDRESS"
 """The variable that says where other nodes reach this one; not set where there is one node."""
 LOOPBACK = "127.0.0.1"
 _SHOWN = 8  # ranks that an error names
+_RETRY_S = 0.1
 
 
 class Store(Protocol):
@@ -131,11 +132,12 @@ def _accept(
     came: "queue.SimpleQueue[tuple[int, socket.socket]]",
 ) -> None:
     """Accept until the listener is closed. Who proves nothing holds nobody else up."""
-    while True:
+    while listener.fileno() >= 0:
         try:
             connection, _ = listener.accept()
-        except OSError:
-            return
+        except OSError:  # it is being closed; or there are too many open files, until others close theirs
+            time.sleep(_RETRY_S)
+            continue
         threading.Thread(target=_prove, args=(connection, secret, timeout_s, came), daemon=True).start()
 
 

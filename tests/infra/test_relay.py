@@ -1,5 +1,6 @@
 """A gate hands on the bytes of those who know the secret, and takes nothing from others."""
 
+import errno
 import socket
 import time
 from contextlib import ExitStack, closing, suppress
@@ -38,6 +39,24 @@ def test_a_store_on_loopback_is_reached_through_gate_and_tunnel(relays):
     assert clients[1].get("key") == b"x" * 500_000
     assert clients[2].add("count", 2) == 2
     assert store.get("count") == b"2"
+
+
+def test_a_gate_goes_on_after_it_could_take_no_connection(relays, inner, monkeypatch, capfd):
+    head, node = relays
+    accept, failing = head._loop.sock_accept, iter([OSError(errno.EMFILE, "Too many open files")])
+
+    async def sometimes(listener):
+        for error in failing:
+            raise error
+        return await accept(listener)
+
+    monkeypatch.setattr(head._loop, "sock_accept", sometimes)
+    port = node.tunnel(LOOPBACK, head.gate(0), inner.getsockname()[1], 5)
+    with socket.create_connection((LOOPBACK, port), 5) as outer:
+        outer.sendall(b"word")
+        with inner.accept()[0] as served:
+            assert served.recv(4, socket.MSG_WAITALL) == b"word"
+    assert "tried again: [Errno 24] Too many open files" in capfd.readouterr().err
 
 
 def test_a_gate_that_opens_late_is_waited_for(relays, inner):

@@ -1,5 +1,6 @@
 """The control plane: its tree is small, its numbers exact, its waits end with names."""
 
+import errno
 import json
 import math
 import socket
@@ -297,6 +298,18 @@ def test_a_rank_with_another_secret_is_not_let_in():
             first.result()
         with pytest.raises(StrangerError):
             other.result()
+
+
+def test_a_rank_goes_on_after_it_could_take_no_connection(monkeypatch):
+    accept, failing = socket.socket.accept, iter([OSError(errno.EMFILE, "Too many open files")])
+
+    def sometimes(listener):
+        for error in failing:
+            raise error
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", sometimes)
+    assert meet(3, 4, lambda control: control.gather("all", control.rank), timeout_s=5) == [[0, 1, 2]] * 3
 
 
 def test_a_world_of_one_opens_nothing():
