@@ -7,7 +7,7 @@ among them, each reads its own, and hands on what others need of them. What goes
 """
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
@@ -159,8 +159,9 @@ class FolderReader:
         self.problem: str | None = None
         self.opened: dict[str, Any] = {}
 
-    def fill(self, wanted: Sequence[Wanted]) -> None:
-        """Read all boxes. The ranks of the group call it together.
+    def fill(self, wanted: Sequence[Wanted], going_on: Callable[[], object] = lambda: None) -> None:
+        """Read all boxes. The ranks of the group call it together. `going_on` is called after each round of
+        reads: other nodes may wait for this one.
 
         Raises:
             StallError: naming the ranks of the node, if one of them does not hand on in time what it read.
@@ -178,6 +179,7 @@ class FolderReader:
         with ExitStack() as self.stack:
             for first in range(0, len(reads), self.size):
                 self._round(reads[first : first + self.size], needs, arrivals)
+                going_on()
         self.opened.clear()
         assert not any(arrivals.left.values()), "no read had what a box needs"
 

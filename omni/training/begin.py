@@ -4,6 +4,7 @@ published ones, of the LLM and of encoders.
 
 import shutil
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -83,7 +84,7 @@ def _begin_with_published(
     only = None if component == LLM else weights.rules
     wanted = wanted_of(weights, held, rank.names[component], only) if held is not None else []
     reader = FolderReader(weights, group)
-    reader.fill(wanted)
+    reader.fill(wanted, partial(control.coming, "loading"))
     if (told := first_problem(reader.problem, control, "loading")) is not None:
         raise ConfigError(f"{key} cannot be read: {told}")
     spread_weights({name: own for name, own in rank.components.items() if name == component})

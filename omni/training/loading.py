@@ -68,7 +68,9 @@ def load(
     def read(holder: int, ranges: Sequence[tuple[str, int, int]]) -> Iterator[tuple[int, np.ndarray]]:
         nonlocal asked
         asked = (holder, ranges)
-        return _read(storage, manifest, asked)
+        for piece in _read(storage, manifest, asked):
+            control.coming("loading")  # a store may be slow to one rank: the others wait while it reads on
+            yield piece
 
     try:
         read_state(manifest["index"], read, components, rank.names, rank.stage, rank.rank, moments, drawn)
@@ -103,7 +105,7 @@ def _witnessed(
     if control.rank == witness:
         try:
             for _ in _read(storage, manifest, asked):
-                pass
+                control.coming("loading")
             refusal = (
                 f"rank {witness} on {host} has read the same, and it is as it was written. Look at the "
                 f"memory and the file system of {where}"
@@ -143,5 +145,6 @@ def _read(storage: Storage, manifest: Mapping[str, Any], asked: Asked) -> Iterat
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is not there on {host}, and was seen by rank 0. Is {storage} mounted on {host}? Make it "
-            f"so, and resume. Nothing was set aside."
+            f"so, and resume. Nothing was set aside. (A run that trains meanwhile removes what it need not keep: "
+            f"train.keep_checkpoints.)"
         ) from error
