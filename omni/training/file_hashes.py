@@ -25,6 +25,7 @@ from infra.shutdown import StopFlag
 
 PIECE = 8 * 2**20  # bytes that are held
 LAST_S = 60.0  # how long the end of a run waits for hashes
+PIECE_S = 5.0  # for a piece that is being read, once it is over
 
 
 @contextlib.contextmanager
@@ -46,8 +47,14 @@ def hashing_files(folder: RunFolder, rank: int, world: int, signal: StopFlag) ->
         while thread.is_alive() and time.monotonic() < until and not signal.requested:
             thread.join(0.1)
     finally:
+        unfinished = thread.is_alive()
         stop.set()
-        thread.join(LAST_S)
+        thread.join(PIECE_S)
+        if unfinished:
+            beside(
+                f"note: rank {rank} leaves files of {folder.weights} without a hash: the run has ended before "
+                f"they were read. `omni resume {folder.path}` hashes the rest"
+            )
 
 
 def _hash_noted(folder: RunFolder, rank: int, world: int, stop: threading.Event) -> None:

@@ -123,14 +123,15 @@ class Trainer:
         if self.step >= self.config.train.steps and self.folder.summary.exists():
             if self.rank.is_first:
                 print(f"run folder {self.folder.path}: all {self.step} steps are done; nothing to train")
-            return True
+            with self.stop, self.hashing():
+                return True
         with (
             self.watchdog,
             self.stop,
             self.reporting(resumed) as report,
             self.saving.finishing(report),
             self.ahead() as ahead,
-            hashing_files(self.folder, self.number, self.spec.arrangement.world, self.stop),
+            self.hashing(),
         ):
             profile = Profile(
                 self.config.profile.steps, self.config.train.steps, self.folder.profile, self.number
@@ -162,6 +163,10 @@ class Trainer:
             transcriptions = self.transcribe(report.generating, report.note)
             report.finish(transcriptions, self.control.gather("peaks", peak_memory_bytes()))
         return True
+
+    def hashing(self) -> contextlib.AbstractContextManager[None]:
+        """Hash this rank's part of the files of published weights that the run began with, if it did."""
+        return hashing_files(self.folder, self.number, self.spec.arrangement.world, self.stop)
 
     # One step.
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from dataloader.storage import Storage
 from infra.run_folder import RunFolder
 from infra.shutdown import StopFlag
+from omni.training import file_hashes
 from omni.training.file_hashes import PIECE, hash_files, hashing_files
 
 SIZES = {"a": 3, "b": 2 * PIECE + 5, "c": 0, "d": PIECE}
@@ -61,6 +63,26 @@ def test_a_run_that_stops_leaves_files_to_the_next_launch(noted, tmp_path):
     with hashing_files(folder, 0, 1, StopFlag()):
         pass
     assert hashes(into) == expected(noted, *SIZES) | {"a.sha256": "found before\n"}
+
+
+def test_hashes_that_the_end_of_a_run_does_not_wait_for_are_named(noted, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(file_hashes, "LAST_S", 0.1)
+    monkeypatch.setattr(file_hashes, "PIECE_S", 0.2)
+    going_on = threading.Event()
+    monkeypatch.setattr(file_hashes, "_check", lambda *of: going_on.wait(20))  # a store that is slow
+    folder = RunFolder.create(tmp_path / "run")
+    folder.weights.write_text(json.dumps(noted))
+    start = time.monotonic()
+    with hashing_files(folder, 3, 4, StopFlag()):
+        pass
+    assert time.monotonic() - start < 5
+    said = capsys.readouterr().err
+    assert f"rank 3 leaves files of {folder.weights} without a hash" in said
+    assert f"`omni resume {folder.path}` hashes the rest" in said
+    going_on.set()
+    for thread in threading.enumerate():
+        if thread.name == "hashes":
+            thread.join(20)
 
 
 def test_a_run_without_published_weights_hashes_nothing(tmp_path):
