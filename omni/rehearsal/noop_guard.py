@@ -20,6 +20,7 @@ from pathlib import Path
 from dataloader.node_cache import make_own
 from omni.config import ConfigError
 
+COMPILE_S = 600.0  # for a compiler that is busy: it takes half a minute of a core
 _SOURCE = Path(__file__).with_name("noop_cuda.cpp")
 
 
@@ -86,7 +87,13 @@ def _compile(torch: Path, library: Path) -> None:
         headers = (f"-I{include}", f"-I{include}/torch/csrc/api/include")
         libraries = (f"-L{lib}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}")
         line = (compiler, "-shared", "-fPIC", "-O0", "-std=c++20", *headers, str(_SOURCE), "-o", str(built))
-        done = subprocess.run((*line, *libraries), capture_output=True, text=True)
+        try:
+            done = subprocess.run((*line, *libraries), capture_output=True, text=True, timeout=COMPILE_S)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"--device cuda: {compiler} has not built {_SOURCE} in {COMPILE_S:g} s, which takes it seconds: "
+                f"look whether it waits for a licence or a file system, or name another compiler in CXX"
+            ) from error
         if done.returncode:
             raise ConfigError(f"--device cuda: {compiler} could not build {_SOURCE}:\n{done.stderr[-2000:]}")
         built.replace(library)  # at once, whoever else builds it now

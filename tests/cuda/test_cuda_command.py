@@ -79,6 +79,17 @@ def test_without_a_compiler_the_command_says_what_to_install(line: list[str], tm
     assert "install g++" in done.stderr
 
 
+def test_a_compiler_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\nexec sleep 30\n")
+    slow.chmod(0o700)
+    monkeypatch.setenv("CXX", str(slow))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(noop_guard, "COMPILE_S", 0.3)
+    with pytest.raises(ConfigError, match=rf"{slow} has not built .*noop_cuda.cpp in 0.3 s, .*CXX"):
+        noop_guard.built()
+
+
 def test_a_guard_is_not_loaded_from_where_others_may_put_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
