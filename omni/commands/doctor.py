@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from omni.commands._shared import add_configuration
 if TYPE_CHECKING:
     from omni.config import Config
 
+ASK_S = 60.0  # for a process that imports torch and asks each GPU
 _DESCRIPTION = """\
 Looks at what a run of this configuration needs of this machine: limits, cores beside GPUs, folders, names,
 ports, W&B, Slurm, Ray. Then starts its ranks here, which check collectives and measure them by kind, and make
@@ -110,12 +112,30 @@ def _machine(ranks: int) -> Finding:
 
 def _binding(here: int) -> Iterator[Finding]:
     from infra.environment import Place, capability, defaults
-    from ops.device import pci_address, visible_devices
 
-    gpus = [pci_address(index) for index in range(visible_devices())]
+    try:
+        gpus = _addresses()
+    except (OSError, subprocess.SubprocessError) as error:
+        remedy = "look at the GPUs and their driver with nvidia-smi"
+        yield Finding("binding", False, f"GPUs do not say where they stand: {error}", remedy)
+        return
     given = os.sched_getaffinity(0) if gpus else set[int]()
     of_ranks = os.environ | defaults(Place(here, capability(), Path()), os.environ)
     yield from check_binding(of_ranks, gpus, given)
+
+
+def _addresses() -> list[str]:
+    """Where the visible GPUs stand. A process asks that ends at once: asking may make a context on each, which
+    would take their memory, and all of one that is for a single process, while ranks are tried.
+    """
+    from ops.device import visible_devices
+
+    if not (count := visible_devices()):
+        return []
+    ask = f"from ops.device import pci_address; print(*map(pci_address, range({count})))"
+    command, safe = [sys.executable, "-c", ask], os.environ | {"PYTHONSAFEPATH": "1"}
+    asked = subprocess.run(command, env=safe, capture_output=True, text=True, check=True, timeout=ASK_S)
+    return asked.stdout.split()
 
 
 def _limits(ranks: int, here: int) -> Iterator[Finding]:

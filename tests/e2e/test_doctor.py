@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from runs import Running, omni
 
-from omni.commands.doctor import _of_ranks
+from omni.commands.doctor import _addresses, _binding, _of_ranks
 
 SOUND = ["doctor", "--no-ranks", "tracking=jsonl", "launch.ranks=2"]
 
@@ -32,6 +32,26 @@ def test_a_machine_without_faults_passes_and_planted_ones_are_told_with_remedies
         at = next(number for number, line in enumerate(told) if line.startswith(f"WRONG  {what}"))
         assert told[at + 1].startswith("       → ")
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_gpus_are_asked_where_they_stand_by_a_process_that_ends(monkeypatch):
+    def run(command, **_):
+        return subprocess.CompletedProcess(command, 0, "0000:01:00.0 0000:c1:00.0\n")
+
+    def no_context(index):
+        raise AssertionError(f"GPU {index} was asked by the process that tries the ranks")
+
+    monkeypatch.setattr("ops.device.visible_devices", lambda: 2)
+    monkeypatch.setattr("ops.device.pci_address", no_context)
+    monkeypatch.setattr("omni.commands.doctor.subprocess.run", run)
+    assert _addresses() == ["0000:01:00.0", "0000:c1:00.0"]
+
+
+def test_gpus_that_do_not_answer_are_a_finding(monkeypatch):
+    monkeypatch.setattr("ops.device.visible_devices", lambda: 1)  # and torch finds none: the process fails
+    (finding,) = _binding(1)
+    assert not finding.ok
+    assert "GPUs do not say where they stand" in finding.said
 
 
 def test_a_configuration_that_is_none_is_refused(tmp_path):
