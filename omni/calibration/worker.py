@@ -36,7 +36,7 @@ from omni.training.worker import exit_with
 from ops.device import backend_name, dtype_of, precision_of, select_device
 from parallel.plain import gather_plain
 
-TIMEOUT_S = 300.0
+TIMEOUT = timedelta(seconds=300)  # also of groups: by itself each waits as long as its backend, half an hour
 
 Found = TypeVar("Found")
 
@@ -46,10 +46,10 @@ def measure(device: torch.device, dtype: torch.dtype, ranks_per_node: int) -> Me
     rank, world = dist.get_rank(), dist.get_world_size()
     # Every rank makes every group. Neighbours share a node; the first ranks of all nodes talk between them.
     nodes = [
-        dist.new_group(list(range(first, min(first + ranks_per_node, world))))
+        dist.new_group(list(range(first, min(first + ranks_per_node, world))), TIMEOUT)
         for first in range(0, world, ranks_per_node)
     ]
-    between = dist.new_group(list(range(0, world, ranks_per_node)))
+    between = dist.new_group(list(range(0, world, ranks_per_node)), TIMEOUT)
     dist.barrier()
 
     def timed(what: str, measured: Callable[[], Found]) -> Found:
@@ -102,7 +102,7 @@ def main(job_path: Path) -> None:
     """Calibrate as this process's rank; all ranks of the world run this."""
     job = json.loads(job_path.read_text())
     device = select_device()
-    dist.init_process_group(backend_name(), timeout=timedelta(seconds=TIMEOUT_S))
+    dist.init_process_group(backend_name(), timeout=TIMEOUT)
     calibrate(Path(job["out"]), job["precision"], device, int(os.environ["LOCAL_WORLD_SIZE"]))
     dist.barrier()
     dist.destroy_process_group()
