@@ -207,7 +207,7 @@ def read_manifest(storage: Storage, step: int) -> dict[str, Any]:
 
 def read_run(storage: Storage) -> str | None:
     """Return the id of the run that the checkpoints here belong to, None if there is none yet."""
-    return storage.read(RUN).decode().strip() if storage.holds(RUN) else None
+    return storage.read(RUN).decode(errors="replace").strip() if storage.holds(RUN) else None
 
 
 def locate(url: str) -> tuple[Storage, int]:

@@ -33,7 +33,7 @@ def check_last(folder: RunFolder, storage: Storage) -> None:
         return
     if any(storage.holds(f"{name}/{kind}") for name in storage.sizes() for kind in (MANIFEST, DAMAGED)):
         return
-    last = folder.last_checkpoint.read_text(encoding="utf-8").strip()
+    last = folder.last_checkpoint.read_text(encoding="utf-8", errors="replace").strip()
     raise CheckpointError(
         f"train.checkpoint_dir: no checkpoint is in {storage} as {socket.gethostname()} sees it, and this "
         f"run saved {last}. Is it mounted? Mount it, or set train.checkpoint_dir to where the checkpoints "

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from typing import Any, TextIO
 
 from dataloader.visible import visible
@@ -24,6 +25,14 @@ def beside(text: str, out: TextIO | None = None) -> None:
     out = sys.stderr if out is None else out
     out.write(f"{CLEAR_LINE if out.isatty() else ''}{visible(text)}\n")
     out.flush()
+
+
+def show_as_it_can() -> None:
+    """Have stdout show a character that its encoding lacks, as of a name in a locale that is not UTF-8, as an
+    escape, as stderr does by itself: nothing ends for it.
+    """
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
@@ -80,4 +89,5 @@ class Screen:
 
 def keep_going_without(folder: RunFolder) -> None:
     """Let neither stdout nor stderr of this process end it."""
+    show_as_it_can()
     sys.stdout, sys.stderr = Screen(sys.stdout, folder), Screen(sys.stderr, folder)

@@ -2,9 +2,12 @@
 
 import argparse
 import os
+import signal
 import sys
 from importlib import import_module
 from importlib.metadata import version
+
+from infra.screen import show_as_it_can
 
 _DESCRIPTION = """\
 Train multimodal LLMs with encoders and LLM multiplexed on the same ranks.
@@ -50,8 +53,24 @@ _COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a subcommand and return its exit code. Only the chosen one is imported."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run a subcommand and return its exit code: as a shell would say it, 128 + the signal, where Ctrl-C or
+    whoever read the output ended it.
+    """
+    show_as_it_can()
+    try:
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `omni plan | head`: no error to tell, and not all was done either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(arguments: list[str]) -> int:
+    """Run a subcommand. Only the chosen one is imported."""
     if arguments[:1] == ["train"]:  # Hydra reads its own command line
         return int(import_module("omni.commands.train").run(arguments[1:]))
     parser = argparse.ArgumentParser(
@@ -69,13 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # argparse takes positional arguments from one place alone
         parsed.overrides = [*parsed.overrides, *rest]
-    try:
-        code = int(import_module(f"omni.commands.{parsed.command}").run(parsed))
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever read the output has seen enough, as in `omni plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return int(import_module(f"omni.commands.{parsed.command}").run(parsed))
 
 
 if __name__ == "__main__":

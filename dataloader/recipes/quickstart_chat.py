@@ -104,5 +104,5 @@ def write_tokenizer(
         "model_max_length": 1024,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(said, indent=2) + "\n")
-    (folder / "chat_template.jinja").write_text(template)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return bpe.get_vocab_size(with_added_tokens=True)

@@ -1,6 +1,7 @@
 """What `omni eval` and `omni generate` share: a checkpoint, its run's configuration, and ranks."""
 
 import argparse
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +41,9 @@ def checkpoint_of(folder: "RunFolder", saved: "Config", step: int | None) -> tup
     try:
         steps = complete(storage)
         if step is None:
-            manifest, _ = newest(storage)
+            manifest, damaged = newest(storage)
+            for number, problem in damaged:
+                print(f"warning: {folder_of(number)} is passed over: {problem}", file=sys.stderr)
         else:
             manifest = read_manifest(storage, step) if step in steps else None
     except (CheckpointError, OSError) as error:

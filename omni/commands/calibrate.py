@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         job.write_text(json.dumps({"out": str(out), "precision": arguments.precision}))
         code = launch_local(job, ranks, "omni.calibration.worker")
     if code == 0:
-        print(f"{out}:\n{out.read_text()}")
+        print(f"{out}:\n{out.read_text(encoding='utf-8')}")
         print(f"use it: omni plan --config-dir {out.parents[1]} cluster={out.stem}")
     return code
 

@@ -206,6 +206,7 @@ def _together(config: "Config", ranks: int, timeout_s: float) -> Iterator[Findin
     from omegaconf import OmegaConf
 
     from infra.launch import launch_local
+    from infra.run_folder import write_text
     from omni.planning.layouts import count_ranks, resolve_layout
 
     try:
@@ -217,7 +218,7 @@ def _together(config: "Config", ranks: int, timeout_s: float) -> Iterator[Findin
     with tempfile.TemporaryDirectory() as folder:
         job, out, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
         resolved = Path(folder) / "config.yaml"
-        resolved.write_text(OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
+        write_text(resolved, OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True))
         job.write_text(json.dumps({"out": str(out), "config": str(resolved), "timeout_s": timeout_s}))
         code = launch_local(job, ranks, "omni.doctor.worker", log)
         if code:

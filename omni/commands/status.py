@@ -90,7 +90,8 @@ def _without(path: Path) -> str:
 
     last = RunFolder(path).last_checkpoint
     if last.exists():
-        return f"none is seen from here, and it saved {last.read_text().strip()}: it would not start"
+        saved = last.read_text(encoding="utf-8", errors="replace").strip()
+        return f"none is seen from here, and it saved {saved}: it would not start"
     return "none: it would begin anew"
 
 

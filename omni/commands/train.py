@@ -49,7 +49,7 @@ def run(arguments: list[str]) -> int:
     try:
         hydra.main(version_base="1.3", config_path="pkg://hydra_conf", config_name="config")(task)()
     except Exception as error:
-        if in_job and not isinstance(error, ValueError):
+        if isinstance(error, BrokenPipeError) or (in_job and not isinstance(error, ValueError)):
             raise
         leave_nothing()
         # Outside a job they are Hydra's, and all of them about the command line.

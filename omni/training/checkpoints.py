@@ -109,7 +109,7 @@ class Checkpoints:
             CheckpointError: if the checkpoints are another run's.
         """
         path = self.folder.path / RUN
-        own = path.read_text().strip() if path.exists() else None
+        own = path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else None
         inside = self.storage == Storage.at(self.folder.checkpoints)
         known = inside or self.folder.metrics.exists()
         run = claim(self.storage, own, adopt=known)

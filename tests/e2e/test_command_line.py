@@ -2,6 +2,8 @@
 
 import ast
 import dataclasses
+import io
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from runs import Running, omni
 
+from omni.__main__ import main
 from omni.config import Config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,17 +100,37 @@ def test_overrides_may_stand_on_both_sides_of_an_option(tmp_path):
     assert omni([*keys, "--rnk"], tmp_path, timeout_s=60).code == 2
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+@pytest.mark.parametrize("command", [["layout", "show", "launch.ranks=4096"], ["train", "--help"]])
+def test_a_reader_that_has_seen_enough_is_no_error_and_no_success(tmp_path, command):
     code = (
         "import os, subprocess, sys\n"
-        "show = subprocess.Popen([sys.executable, '-m', 'omni', 'layout', 'show', 'launch.ranks=4096'],\n"
+        f"show = subprocess.Popen([sys.executable, '-m', 'omni', *{command}],\n"
         "    stdout=subprocess.PIPE, stderr=subprocess.PIPE)\n"
         "show.stdout.close()\n"
         "sys.stderr.write(show.stderr.read().decode())\n"
         "sys.exit(show.wait())"
     )
     result = Running(["-c", code], tmp_path).finish(60)
-    assert (result.code, result.err) == (0, "")
+    assert (result.code, result.err) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys, command):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("omni.__main__.import_module", interrupted)
+    assert main([command]) == 128 + signal.SIGINT
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_name_that_the_locale_cannot_show_ends_no_command(tmp_path, monkeypatch):
+    (tmp_path / "größe").mkdir()
+    (tmp_path / "größe" / "config.yaml").write_text("")
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    assert main(["status", *[str(tmp_path / "größe")] * 2]) == 0
+    assert out.buffer.getvalue().count(b"/gr\\xf6\\xdfe  0 of ?") == 2
 
 
 @pytest.mark.parametrize(
