@@ -431,6 +431,13 @@ def test_no_run_saves_among_the_checkpoints_of_another(tmp_path: Path) -> None:
     assert complete(storage) == [10, 20]
 
 
+def test_a_run_id_that_is_garbage_is_named_as_such(tmp_path: Path) -> None:
+    storage = written(tmp_path)
+    (tmp_path / "run_id").write_bytes(b"\xff\xfe")
+    with pytest.raises(DamagedError, match=f"step_00000020 is of run .*, and {tmp_path}/run_id says"):
+        read_manifest(storage, 20)
+
+
 def test_a_path_is_a_path_and_chains_of_urls_are_refused(tmp_path: Path) -> None:
     one, two = (written(tmp_path / f"a::{name}", (step,)) for name, step in (("one", 1), ("two", 2)))
     assert (complete(one), complete(two)) == ([1], [2])

@@ -12,15 +12,19 @@ from omegaconf import OmegaConf
 from ranks import RankPool
 from small import overrides, write_mixed
 from tiny_bpe import write_tokenizer
+from torch.distributed import HashStore
 
 from dataloader.format import DataError, Sample
 from dataloader.prompts import of_messages, of_texts
+from dataloader.storage import Storage
 from dataloader.tokenizer import ByteTokenizer, get_tokenizer
 from dataloader.writer import DatasetWriter
+from infra.checkpoint import Keep, claim, file_of, folder_of, save_checkpoint
 from infra.run_folder import RunFolder, read_metrics, read_summary, write_text
+from infra.shard_file import pack
 from omni.__main__ import main
 from omni.commands import eval as eval_command
-from omni.commands._of_checkpoint import configured, resolved
+from omni.commands._of_checkpoint import checkpoint_of, configured, resolved
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.prepare import prepare_run
@@ -29,6 +33,8 @@ from omni.training.of_checkpoint import evaluated, generated
 from omni.training.reporter import Silent
 from omni.training.task import Task
 from omni.training.trainer import Trainer
+from parallel.control import Control
+from parallel.control_tree import Tree
 
 GENERATE = 8
 LAYOUTS: dict[str, list[str]] = {
@@ -211,3 +217,18 @@ def test_chats_become_prompts_that_end_where_a_turn_is_closed(tmp_path: Path) ->
             of_messages(file, tokenizer, no_items)
     with pytest.raises(DataError, match="say something"):
         of_texts([""], get_tokenizer({"name": "hf", "path": str(tmp_path / "bpe")}))
+
+
+def test_a_newest_checkpoint_that_is_damaged_is_passed_over_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, alone = RunFolder.create(tmp_path), Control(0, Tree(1, 1), HashStore(), b"", 5)
+    storage = Storage.at(folder.checkpoints)
+    run = claim(storage, None)
+    for step in (1, 2):
+        save_checkpoint(storage, run, step, pack({"weight": torch.ones(3)}, {}), {}, Keep(2), alone)
+    (folder.checkpoints / folder_of(2) / file_of(0)).write_bytes(b"")
+    _, manifest = checkpoint_of(folder, compose_config([]), None)
+    assert manifest["step"] == 1
+    said = capsys.readouterr().err
+    assert "warning: step_00000002 is passed over: step_00000002/rank_00000.safetensors has 0 bytes" in said
