@@ -108,8 +108,7 @@ def resolve_mode(mode: str) -> str:
 def _netrc_has_host() -> bool:
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     named = os.environ.get("NETRC")
-    paths = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
-    for path in paths:
+    for path in [named] if named else map(os.path.expanduser, ("~/.netrc", "~/_netrc")):
         try:
             if host in netrc.netrc(path).hosts:
                 return True

@@ -286,8 +286,8 @@ def _configured(composed: Composed) -> Config:
 
 def _continued(folder: RunFolder, spec: "RunSpec") -> tuple[int, int, int | None]:
     """Return the step after which a run folder is continued, 0 for a new one, its position in the stream, and
-    its train.steps until now, None if that is not known. A folder of another run is refused before anything
-    is written to it.
+    its train.steps until now, None if that is not known. A folder of another run, and one that has done more
+    steps than it is to, are refused before anything is written to it.
     """
     from infra.checkpoint import CheckpointError, newest
     from infra.last_checkpoint import check_last

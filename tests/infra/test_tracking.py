@@ -301,6 +301,15 @@ def test_mode_auto_is_online_only_with_a_key_for_the_host(tmp_path, monkeypatch)
     assert resolve_mode("auto") == "offline"
 
 
+def test_a_user_without_a_home_has_no_key(monkeypatch):
+    def unknown(user):
+        raise KeyError(user)
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)  # as of a container that is given any user id
+    assert resolve_mode("auto") == "offline"
+
+
 def test_a_key_that_cannot_be_read_is_said(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("NETRC", str(tmp_path / "keys"))
     assert resolve_mode("auto") == "offline"
