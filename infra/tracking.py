@@ -1,13 +1,15 @@
 """Where the metrics of a run go: always to metrics.jsonl, and from there to W&B, TensorBoard or Prometheus.
 
 metrics.jsonl is the source of truth and the others are views of it: a view that cannot start is refused
-with a remedy, a view that breaks later is dropped with one warning while the run and its JSONL continue.
+with a remedy, a view that breaks later, or takes nothing more, is dropped with one warning while the run and
+its JSONL continue.
 Only one rank makes a tracker.
 """
 
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from infra.tracker import KINDS, About, Tracker, record
 from infra.tracking_prometheus import start_prometheus
 from infra.within import within
 
+TAKE_S = 30.0  # for a view to take a record, which is milliseconds where its process or disk is not stuck
 FINISH_S = 90.0  # more than W&B takes without a network, less than train.timeout_s, in which peers wait
 
 logger = logging.getLogger(__name__)
@@ -142,16 +145,17 @@ class Trackers(Tracker):
     def finish(self, exit_code: int) -> None:
         """Close all."""
         self._jsonl.finish(exit_code)
-        self._each(lambda view: within(FINISH_S, lambda: view.finish(exit_code)))
+        self._each(lambda view: view.finish(exit_code), FINISH_S)
 
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _each(self, call: Callable[[Tracker], None], seconds: float = TAKE_S) -> None:
         for kind, view in list(self._views.items()):
             try:
-                call(view)
+                within(seconds, partial(call, view))
             except Exception as error:
                 del self._views[kind]
                 logger.warning(
-                    "tracking: %s failed and is dropped, metrics.jsonl continues: %r",
+                    "tracking: %s failed and is dropped, metrics.jsonl continues (`omni sync` brings W&B level "
+                    "with it afterwards): %r",
                     kind,
                     error,
                     exc_info=error,

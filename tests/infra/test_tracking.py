@@ -19,8 +19,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from infra.json_lines import JsonLines
 from infra.run_folder import RunFolder, read_metrics
 from infra.shard_file import CheckpointError
-from infra.tracker import About
-from infra.tracking import JsonlTracker, make_tracker
+from infra.tracker import About, Tracker
+from infra.tracking import JsonlTracker, Trackers, make_tracker
 from infra.tracking_wandb import resolve_mode, sync_wandb
 from infra.wandb_offline import read_offline_run
 from infra.within import within
@@ -215,7 +215,7 @@ def test_a_damaged_wandb_file_is_refused_and_a_cut_one_is_read(folder):
 KILLED_SERVICE = """
 import pathlib, psutil, sys, time
 from infra.run_folder import RunFolder
-from infra.tracker import About
+from infra.tracker import About, Tracker
 from infra.tracking import make_tracker
 folder = RunFolder.create(pathlib.Path(sys.argv[1]))
 tracker = make_tracker("wandb", folder, About({}, "a run", "omni-tests", None, "offline"), None)
@@ -270,6 +270,26 @@ class _Slow:
     def finish(self, exit_code):
         if self.raises:
             raise TimeoutError("Timed out finishing run.")
+
+
+def test_a_view_that_takes_nothing_more_is_dropped_and_the_run_goes_on(folder, monkeypatch, caplog):
+    class Stuck(Tracker):
+        """Such as W&B where its process is stopped, and the socket to it is full."""
+
+        def log(self, step, metrics):
+            going_on.wait(20)
+
+    going_on = threading.Event()
+    monkeypatch.setattr("infra.tracking.within", lambda seconds, act: within(min(seconds, 0.2), act))
+    trackers = Trackers(JsonlTracker(folder, None), {"wandb": Stuck()})
+    began = time.monotonic()
+    log_steps(trackers, 1, 3)
+    trackers.finish(0)
+    going_on.set()
+    assert time.monotonic() - began < 10
+    assert [record["progress/step"] for record in read_metrics(folder.metrics)] == [1, 2, 3]
+    assert caplog.text.count("wandb failed and is dropped") == 1
+    assert "`omni sync`" in caplog.text
 
 
 def test_what_wandb_has_not_taken_in_time_is_said(folder, monkeypatch, caplog):
