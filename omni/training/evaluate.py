@@ -17,6 +17,7 @@ from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta, fit, length, text_tokens, tokenize
 from omni.planning.run_spec import RunSpec
 from omni.rank.build import Rank
+from omni.rank.step import waiting_at
 from omni.training.forward import ForwardPasses, grouped, of_domain
 from omni.training.generate import FreeGeneration, Limit, Prompt, Stop
 from parallel.control import Control
@@ -60,11 +61,20 @@ class Evaluator:
         """Passes over held-out samples."""
         return ForwardPasses(self.spec, self.rank, self.readers)
 
-    def loss(self, step: int, source: str, num_samples: int) -> float:
-        """Mean loss of a target token over `num_samples` held-out samples, spread evenly over the dataset."""
+    def loss(
+        self, step: int, source: str, num_samples: int, stop: Callable[[], bool] = lambda: False
+    ) -> float | None:
+        """Mean loss of a target token over `num_samples` held-out samples, spread evenly over the dataset.
+        Before each few passes all ranks ask `stop`: if one says so, all leave off together, with None.
+
+        Raises:
+            StallError: if a peer does not answer in time.
+        """
         metas = taken_of(self.spec, source, num_samples)
         sums = torch.zeros(2, dtype=torch.float64, device=self.rank.device)
-        for numbers in grouped(metas, self._tokens_at_once()):
+        for done, numbers in enumerate(grouped(metas, self._tokens_at_once())):
+            if self._left_off(f"step {step}: held-out loss of {source}, after {done} plans", stop()):
+                return None
             group = [metas[i] for i in numbers]
             domains = self.spec.arrangement.num_domains
             plan = self.spec.planner.evaluation(step, group, domains, self.rank.domain)
@@ -80,10 +90,23 @@ class Evaluator:
         total, targets = sums.tolist()
         return total / targets if targets else float("nan")
 
-    def losses(self, step: int) -> dict[str, float]:
-        """Losses of all held-out sources, by the names of their metrics."""
-        heldout = self.spec.config.data.heldout.items()
-        return {f"loss/eval/{name}": self.loss(step, name, own.samples) for name, own in heldout}
+    def losses(self, step: int, stop: Callable[[], bool]) -> dict[str, float]:
+        """Losses of all held-out sources, by the names of their metrics; those before `stop`, if it is said."""
+        found = {}
+        for name, own in self.spec.config.data.heldout.items():
+            loss = self.loss(step, name, own.samples, stop)
+            if loss is None:
+                break
+            found[f"loss/eval/{name}"] = loss
+        return found
+
+    def _left_off(self, where: str, asked: bool) -> bool:
+        """Whether any rank asks to leave off."""
+        world = self.rank.groups.world
+        told = torch.tensor([asked], dtype=torch.int32, device=self.rank.device)
+        with waiting_at(self.rank, where, world):
+            dist.all_reduce(told, group=world)
+            return bool(told.item())
 
     def transcribe_all(
         self, step: int, limit: Limit, note: Callable[[str], None]

@@ -36,7 +36,9 @@ def evaluated(trainer: Trainer, step: int, screen: Progress | Silent) -> dict[st
         screen.note(f"note: {text}")
     found = {}
     for name, own in trainer.config.data.heldout.items():
-        found[f"loss/eval/{name}"] = trainer.evaluator.loss(step, name, own.samples)
+        loss = trainer.evaluator.loss(step, name, own.samples, trainer.asked_to_stop)
+        assert loss is not None, "until `trainer.stop` is entered, a signal ends a rank at once"
+        found[f"loss/eval/{name}"] = loss
     losses = ", ".join(f"{key.rpartition('/')[2]} {loss:.4f}" for key, loss in found.items())
     screen.note(f"held-out loss of step {step}: {losses}")
     with trainer.stop:

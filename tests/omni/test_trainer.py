@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +27,7 @@ from infra.run_folder import RunFolder, read_metrics, read_summary
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.prepare import prepare_run
-from omni.training.evaluate import Transcription
+from omni.training.evaluate import Evaluator, Transcription
 from omni.training.progression import NoUpdateError
 from omni.training.trainer import Trainer
 from omni.training.worker import exit_with
@@ -273,6 +274,25 @@ def test_evaluation_is_the_same_under_every_layout(ranks: RankPool, data: Path, 
         transcriptions, other = ranks.run(world, _transcribe, compose_config([*line, *more]), world)[0]
         assert sorted(map(str, transcriptions)) == sorted(map(str, expected))
         assert other == pytest.approx(loss, rel=1e-6)
+
+
+def _leave_off_losses(rank: int, config: Config, world: int) -> tuple[Any, ...]:
+    """Evaluate until the last rank, and it alone, has had enough, and once more."""
+    trainer, beats, asked = make_trainer(rank, config, world), [], iter([False, rank == world - 1])
+    trainer.watchdog.beat = lambda: beats.append(1)  # type: ignore[method-assign]
+    with patch.object(Evaluator, "_tokens_at_once", lambda _: 1):  # a sample or a few in each plan
+        cut = trainer.evaluator.loss(0, "mixed", 8, lambda: next(asked))
+        whole = trainer.evaluate(config.train.steps)
+        assert len(beats) > 2, "a long evaluation is no hang"
+        trainer.stop.signal_name = "SIGTERM" if rank == 0 else None
+        return cut, whole, trainer.evaluate(config.train.steps)
+
+
+def test_ranks_leave_off_evaluating_together(ranks: RankPool, data: Path, tmp_path: Path) -> None:
+    small = [f"+data.heldout.mixed={{path: {data}, samples: 8}}"]
+    line = overrides(data, tmp_path, "train.eval_every=1", *small)
+    for cut, whole, signalled in ranks.run(2, _leave_off_losses, compose_config(line), 2):
+        assert (cut, list(whole), signalled) == (None, ["loss/eval/mixed"], {})
 
 
 def _leave_off(rank: int, config: Config, world: int) -> list[list[Transcription]]:
