@@ -51,7 +51,7 @@ class RunState:
         if self.steps is not None and self.step >= self.steps:
             return "done"
         ended = "a launch ended without a word" if self.holder else "no launch trains it"
-        return f"stopped: {ended}" if self.record or self.holder else "not begun"
+        return f"stopped: {ended}" if self.record or self.holder or self.checkpoint else "not begun"
 
     def _of_launch(self, holder: Holder) -> str:
         where = f"process {holder.pid} on {holder.host}"

@@ -12,13 +12,15 @@ for it differ by at most the longest stay.
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from infra.run_folder import RunFolder, write_text
 from pipeline.drawing import Bar, Track, svg
 
+T = TypeVar("T")
 Stay = tuple[int, int]
 """When a rank entered a barrier and when it left, in nanoseconds of its clock."""
 
@@ -94,17 +96,16 @@ def read_step(folder: RunFolder, step: int | None, domain: int) -> tuple[int, Re
     if domain not in domains:
         known = ", ".join(map(str, domains)) or "none"
         raise TimelineError(f"domain {domain} of step {step} is not recorded: there are {known}")
-    of_domain = json.loads((path / f"domain_{domain}.json").read_text())
-    missing = sorted(set(of_domain["ranks"]) - set(_numbers(path, r"rank_(\d+)\.json")))
+    ranks, simulated = _read(path / f"domain_{domain}.json", _domain_record)
+    missing = sorted(set(ranks) - set(_numbers(path, r"rank_(\d+)\.json")))
     if missing:
         raise TimelineError(
             f"step {step} is not whole: {path} lacks rank {', '.join(map(str, missing))}; the run is still "
             "at it, was ended there, or found no room on its disk: choose another step"
         )
-    names = [f"rank {rank}" for rank in of_domain["ranks"]]
-    records = [_rank_record(path / f"rank_{rank}.json") for rank in of_domain["ranks"]]
+    names = [f"rank {rank}" for rank in ranks]
+    records = [_read(path / f"rank_{rank}.json", _rank_record) for rank in ranks]
     measured, error_ns = on_one_clock(names, records)
-    simulated = tuple(Track(row["name"], _spans(row["spans"])) for row in of_domain["simulated"])
     return step, Recorded(measured, simulated, error_ns)
 
 
@@ -164,8 +165,20 @@ def _write(path: Path, content: object) -> None:
     write_text(path, json.dumps(content) + "\n")
 
 
-def _rank_record(path: Path) -> RankRecord:
-    content = json.loads(path.read_text())
+def _read(path: Path, of: Callable[[Any], T]) -> T:
+    """What a file of records holds. Raises TimelineError if it is not what was written."""
+    try:
+        return of(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, LookupError, TypeError) as error:
+        raise TimelineError(f"{path} is damaged ({error}): choose another step") from error
+
+
+def _domain_record(content: Any) -> tuple[list[int], tuple[Track, ...]]:
+    simulated = tuple(Track(row["name"], _spans(row["spans"])) for row in content["simulated"])
+    return content["ranks"], simulated
+
+
+def _rank_record(content: Any) -> RankRecord:
     stays = tuple((enter, leave) for enter, leave in content["stays"])
     return RankRecord(stays, content["began_ns"], _spans(content["spans"]))
 

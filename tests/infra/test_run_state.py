@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from dataclasses import replace
 
@@ -32,6 +33,10 @@ def leave_lock(folder, **changes):
 
 def test_a_run_from_its_beginning_to_its_end(folder):
     assert read_state(folder, 5).doing == "not begun"
+    (folder.checkpoints / "step_00000003").mkdir()
+    (folder.checkpoints / "step_00000003" / "checkpoint.json").touch()
+    assert read_state(folder, 5).doing == "stopped: no launch trains it", "though its records are gone"
+    shutil.rmtree(folder.checkpoints / "step_00000003")
     with holding(folder, "mine"):
         assert read_state(folder, 5).doing == f"starting: process {os.getpid()} on {os.uname().nodename}"
         record(folder)

@@ -68,6 +68,16 @@ def test_what_is_not_recorded_is_refused_with_what_is(folder: RunFolder):
         read_step(folder, 20, 2)
 
 
+@pytest.mark.parametrize("name", ["domain_2.json", "rank_6.json"])
+@pytest.mark.parametrize("content", [b"", b'{"ranks": [4, 6], "simu', b"\xff", b"[1]", b"{}"])
+def test_a_record_that_is_not_what_was_written_is_named(folder: RunFolder, name: str, content: bytes):
+    write_step(folder, 10)
+    path = folder.timelines / "step_10" / name
+    path.write_bytes(content)
+    with pytest.raises(TimelineError, match=rf"^{path} is damaged \(.*choose another step"):
+        read_step(folder, 10, 2)
+
+
 def test_a_run_that_continues_forgets_the_steps_that_it_repeats(folder: RunFolder):
     for step in (9, 10, 100):
         write_step(folder, step)
