@@ -69,7 +69,7 @@ def cores_of_ranks() -> int:
 
 def give_way() -> None:
     """Let the thread that calls this run after all others where cores are short; on Linux alone."""
-    with suppress(PermissionError):
+    with suppress(OSError):
         if sys.platform == "linux":  # elsewhere it would be the whole process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
 

@@ -90,9 +90,9 @@ class Saver:
 
     def _save(self, step: int, shard: Shard, describe: Mapping[str, Any]) -> None:
         start = time.perf_counter()
-        give_way()
 
         def save() -> None:
+            give_way()
             size = save_checkpoint(self.storage, self.run, step, shard, describe, self.keep, self.control)
             where = self.storage.locate(folder_of(step))
             self.saved = Saved(step, where, size, time.perf_counter() - start)
