@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any
 
 from parallel.handshake import StrangerError, admit, greet
@@ -89,7 +88,9 @@ class Relay:
                 connection, _ = await self._loop.sock_accept(listener)
             except OSError as error:  # such as too many open files, until others close theirs
                 if not said:
-                    print(f"agent: no connection can be taken, which is tried again: {error}", file=sys.stderr)
+                    print(
+                        f"agent: no connection can be taken, which is tried again: {error}", file=sys.stderr
+                    )
                 said = True
                 await asyncio.sleep(_RETRY_S)
                 continue

@@ -154,8 +154,8 @@ class Trackers(Tracker):
             except Exception as error:
                 del self._views[kind]
                 logger.warning(
-                    "tracking: %s failed and is dropped, metrics.jsonl continues (`omni sync` brings W&B level "
-                    "with it afterwards): %r",
+                    "tracking: %s failed and is dropped, metrics.jsonl continues (`omni sync` brings W&B "
+                    "level with it afterwards): %r",
                     kind,
                     error,
                     exc_info=error,

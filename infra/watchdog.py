@@ -109,8 +109,8 @@ class Watchdog:
     def _report(self, silent_s: float, more: str) -> None:
         said = f"watchdog: no progress for {silent_s:g} s{more}: {self._described()}"
         text = "\n".join([said, *_stacks()])
-        # A full disk, or a pipe that is closed or not read, neither ends a run that may go on nor keeps a hung
-        # process alive.
+        # A full disk, or a pipe that is closed or not read, neither ends a run that may go on nor keeps a
+        # hung process alive.
         with suppress(OSError):
             within(SAY_S, lambda: beside(text, self._out))
 

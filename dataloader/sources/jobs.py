@@ -28,7 +28,8 @@ _AHEAD = 4  # pieces of work that wait for each process
 def each(work: Callable[[T], None], pieces: Sequence[T], jobs: int) -> Iterator[int]:
     """Do `work` for all pieces by so many processes, and yield how many are done whenever one is.
 
-    What `work` raises is raised, and DataError if a process is killed. Processes end with the one that began them, however it ends.
+    What `work` raises is raised, and DataError if a process is killed. Processes end with the one that began
+    them, however it ends.
     """
     if jobs == 1:
         for number, piece in enumerate(pieces, start=1):
@@ -41,8 +42,8 @@ def each(work: Callable[[T], None], pieces: Sequence[T], jobs: int) -> Iterator[
             yield from _done(work, pieces, pool, _AHEAD * jobs)
         except BrokenProcessPool as error:
             raise DataError(
-                f"one of {jobs} processes was killed in the midst of its work (out of memory, if nobody did it): "
-                f"start it again, where it goes on, with fewer jobs if need be"
+                f"one of {jobs} processes was killed in the midst of its work (out of memory, if nobody did "
+                f"it): start it again, where it goes on, with fewer jobs if need be"
             ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

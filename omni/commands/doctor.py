@@ -125,8 +125,8 @@ def _binding(here: int) -> Iterator[Finding]:
 
 
 def _addresses() -> list[str]:
-    """Where the visible GPUs stand. A process asks that ends at once: asking may make a context on each, which
-    would take their memory, and all of one that is for a single process, while ranks are tried.
+    """Where the visible GPUs stand. A process asks that ends at once: asking may make a context on each,
+    which would take their memory, and all of one that is for a single process, while ranks are tried.
     """
     from ops.device import visible_devices
 

@@ -91,8 +91,8 @@ def _compile(torch: Path, library: Path) -> None:
             done = subprocess.run((*line, *libraries), capture_output=True, text=True, timeout=COMPILE_S)
         except subprocess.TimeoutExpired as error:
             raise ConfigError(
-                f"--device cuda: {compiler} has not built {_SOURCE} in {COMPILE_S:g} s, which takes it seconds: "
-                f"look whether it waits for a licence or a file system, or name another compiler in CXX"
+                f"--device cuda: {compiler} has not built {_SOURCE} in {COMPILE_S:g} s, which takes it "
+                f"seconds: look whether it waits for a licence or a file system, or name another one in CXX"
             ) from error
         if done.returncode:
             raise ConfigError(f"--device cuda: {compiler} could not build {_SOURCE}:\n{done.stderr[-2000:]}")

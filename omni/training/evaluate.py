@@ -91,7 +91,7 @@ class Evaluator:
         return total / targets if targets else float("nan")
 
     def losses(self, step: int, stop: Callable[[], bool]) -> dict[str, float]:
-        """Losses of all held-out sources, by the names of their metrics; those before `stop`, if it is said."""
+        """Losses of held-out sources, by the names of their metrics: of all, or of those before `stop`."""
         found = {}
         for name, own in self.spec.config.data.heldout.items():
             loss = self.loss(step, name, own.samples, stop)

@@ -52,8 +52,8 @@ def hashing_files(folder: RunFolder, rank: int, world: int, signal: StopFlag) ->
         thread.join(PIECE_S)
         if unfinished:
             beside(
-                f"note: rank {rank} leaves files of {folder.weights} without a hash: the run has ended before "
-                f"they were read. `omni resume {folder.path}` hashes the rest"
+                f"note: rank {rank} leaves files of {folder.weights} without a hash: the run has ended "
+                f"before they were read. `omni resume {folder.path}` hashes the rest"
             )
 
 

@@ -145,6 +145,6 @@ def _read(storage: Storage, manifest: Mapping[str, Any], asked: Asked) -> Iterat
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is not there on {host}, and was seen by rank 0. Is {storage} mounted on {host}? Make it "
-            f"so, and resume. Nothing was set aside. (A run that trains meanwhile removes what it need not keep: "
-            f"train.keep_checkpoints.)"
+            f"so, and resume. Nothing was set aside. (A run that trains meanwhile removes what it need not "
+            f"keep: train.keep_checkpoints.)"
         ) from error

@@ -345,18 +345,20 @@ class Trainer:
         return every > 0 and (step % every == 0 or step == self.config.train.steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Held-out losses, where they are due: every `eval_every` steps and at the end. A signal leaves little
-        time to save: those that it finds under way are left out.
+        """Held-out losses, where they are due: every `eval_every` steps and at the end. A signal leaves
+        little time to save: those that it finds under way are left out.
         """
         if not self.is_due(step, self.config.train.eval_every):
             return {}
         losses = self.evaluator.losses(step, self.asked_to_stop)
         if len(losses) < len(self.config.data.heldout):
-            self.reporter.note(f"held-out losses of step {step} are left out for a signal: omni eval has them")
+            self.reporter.note(
+                f"held-out losses of step {step} are left out for a signal: omni eval has them"
+            )
         return losses
 
     def asked_to_stop(self) -> bool:
-        """Whether a signal has asked this rank to stop. Who asks in the midst of something long has gone on."""
+        """Whether a signal has asked this rank to stop. Who asks amid something long has gone on."""
         self.watchdog.beat()
         return self.stop.requested
 

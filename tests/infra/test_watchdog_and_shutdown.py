@@ -88,7 +88,7 @@ def test_a_screen_that_takes_no_more_saves_no_process(monkeypatch):
     readable, writable = os.pipe()
     size = fcntl.fcntl(writable, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writable, b"x" * size)
-    nobody_reads, ended = open(writable, "w"), threading.Event()
+    nobody_reads, ended = os.fdopen(writable, "w"), threading.Event()
     watchdog = Watchdog(0.2, str, out=nobody_reads, report_s=0.1)
     watchdog.exit_process = lambda code: ended.set()
     watchdog.start()

@@ -18,7 +18,9 @@ PIECES = 10
 
 
 def test_ranks_wait_for_one_that_reads_a_checkpoint_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    def read_state(index: Any, read: Any, components: Any, names: Any, stage: Any, rank: int, *_: Any) -> None:
+    def read_state(
+        index: Any, read: Any, components: Any, names: Any, stage: Any, rank: int, *_: Any
+    ) -> None:
         assert len(list(read(rank, ()))) == PIECES
 
     def pieces(storage: Any, manifest: Any, asked: Any) -> Any:
