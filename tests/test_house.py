@@ -162,3 +162,24 @@ def test_a_class_name_means_one_thing():
     shared = {name: sorted(of) for name, of in places.items() if len(of) > 1}
     assert {name: of for name, of in shared.items() if name not in SHARED_NAMES} == {}
     assert SHARED_NAMES.keys() <= shared.keys(), "an exception that nothing needs"
+
+
+def test_every_wait_for_a_program_and_of_a_group_has_an_end():
+    """By itself a program is waited for without one, and a process group waits as long as its backend:
+    half an hour, whatever its world was given.
+    """
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    unbounded = [found for file in files for found in waits(file)]
+    assert unbounded == []
+
+
+def waits(path: Path) -> list[str]:
+    """Calls of a file that start a program or make a process group without saying how long they may wait."""
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    return [
+        f"{path.relative_to(ROOT)}:{call.lineno}"
+        for call in calls
+        if ast.unparse(call.func) in ("subprocess.run", "dist.new_group")
+        and "timeout" not in [keyword.arg for keyword in call.keywords]
+        and not (ast.unparse(call.func) == "dist.new_group" and len(call.args) > 1)
+    ]
