@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers", reason="transformers, the ref
 
 QUESTIONS = 20
 LIMIT_S = 1500  # of minutes on a machine of its own
-SOURCES, STEPS = {"chat": "chats", "open": "strips"}, {"chat": 400, "open": 300}
+SOURCES, STEPS = {"chat": "chats", "open": "strips"}, {"chat": 320, "open": 150}
 
 
 def commands(name: str) -> dict[str, tuple[str, ...]]:
