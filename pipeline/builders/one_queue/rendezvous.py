@@ -68,8 +68,7 @@ def meet(moves: Sequence[Moves], patience: int = 1) -> Orders:
     """Return the lists of all teams, whose `moves` ran with a queue for each communicator, as places of ops,
     with the issues of every team where it meets the others.
 
-    An op is held back where `patience` times the wait is less than the delay: with 0 wherever it delays
-    anyone, and then no team is held back because another one is.
+    An op is held back where `patience` times the wait is less than the delay.
     """
     return _Meetings(moves, patience).run()
 
@@ -236,7 +235,7 @@ class _Meetings:
             # Rows that go back are not worth a meeting later on, between long ops: they are used at once.
             late = team.at > team.moves.last_pass
             if made < before and (late or self.is_used(meeting, number, before)):
-                meeting.called = self.patience > 0
+                meeting.called = True
                 return True
         return False
 

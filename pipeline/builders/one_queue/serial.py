@@ -29,7 +29,7 @@ from pipeline.domain_plan import DomainPlan
 from pipeline.ops import ISSUED, Kind, Op
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, nothing, run
 
-PATIENCE = (0, 1)
+PATIENCE = (1, 2)
 
 
 def serialise(
