@@ -11,6 +11,9 @@ Pairs = tuple[tuple[int | None, ...], ...]
 """Microbatches in their order: for each replica the number of its pack, None if it has no part in it."""
 
 
+Decide = Callable[[Sequence[SampleCosts], int, int], Sequence[Sequence[int | None]]]
+
+
 @dataclass(frozen=True)
 class PairingPolicy(Policy):
     """Which packs of a domain's replicas pass together, as one microbatch of the domain.
@@ -20,18 +23,22 @@ class PairingPolicy(Policy):
     and a microbatch of several packs has at most `room` tokens. Packs that are no single long sample find
     room together, one a replica.
 
-    in_order   the packs of a replica pass in their order, as packing wants it that has items encoded with
-               earlier packs than their sample's
+    in_order      the packs of a replica pass in their order, as packing wants it that has items encoded with
+                  earlier packs than their sample's
+    decide_filled the same for schedules that fill the pipeline's gaps with encoder work, if another order
+                  suits them better
     """
 
     group: ClassVar[str] = "omni.pairing"
-    decide: Callable[[Sequence[SampleCosts], int, int], Sequence[Sequence[int | None]]]
+    decide: Decide
     in_order: bool = False
+    decide_filled: Decide | None = None
 
-    def __call__(self, packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
-        """Return the pack of each replica in each microbatch."""
+    def __call__(self, packs: Sequence[SampleCosts], room: int, stages: int, filled: bool = False) -> Pairs:
+        """Return the pack of each replica in each microbatch, for a schedule that fills gaps if `filled`."""
+        decide = self.decide_filled if filled and self.decide_filled else self.decide
         with self.asked():
-            together = tuple(map(tuple, self.decide(packs, room, stages)))
+            together = tuple(map(tuple, decide(packs, room, stages)))
         self.require(
             all(len(chosen) == len(packs) and set(chosen) != {None} for chosen in together),
             f"a microbatch has a pack or None for each of {len(packs)} replicas, and not None alone",

@@ -2,8 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from dataloader.balance import SampleCosts
 from dataloader.pairing.policy import PairingPolicy, Pairs
+
+SMALL = 0.25
 
 
 def pair_in_order(packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
@@ -22,14 +26,39 @@ def pair_alike(packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
     as there are stages, and has no time to spare: it waits for the slowest of them, least where neighbours
     take about the same. And the pipeline fills and empties soonest with small ones.
     """
+    rising = _rising(packs, room)
+    return (*rising[::2], *reversed(rising[1::2]))
+
+
+def pair_alike_filled(packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
+    """The microbatches of `pair_alike` for schedules that fill the pipeline's gaps with encoder work. Of ten
+    and two stages, by their work of the LLM: 1 3 4 5 6 7 9 10 8 2.
+
+    Work rises slowly, and falls only over the last 2 (stages - 1) and the least but one. Late stages are done
+    with the largest long before the first stage is, and have that time for encoders' backwards. Where these
+    take more than a `SMALL` share of the LLM's work, they find no room there, and wait for their gradients
+    the longer: then the order is that of `pair_alike`.
+    """
+    llm, *encoders = np.sum([own.ns.sum(axis=0) for own in packs], axis=0).tolist()
+    if sum(encoders) > SMALL * llm:
+        return pair_alike(packs, room, stages)
+    rising = _rising(packs, room)
+    slope = max(2, len(rising) - 4 * (stages - 1))
+    peak = rising[slope:]
+    return (*rising[:1], *rising[2:slope], *peak[::2], *reversed(peak[1::2]), *rising[1:2])
+
+
+def _rising(packs: Sequence[SampleCosts], room: int) -> Pairs:
+    """The costliest packs of all replicas together, then the next ones: these microbatches from the one with
+    the least work of the LLM on.
+    """
     orders = [sorted(range(len(own)), key=lambda at: -own.total_ns[at]) for own in packs]
     together = fill_in_order(orders, packs, room)
     work = [
         sum(int(own.ns[at, 0]) for own, at in zip(packs, chosen, strict=True) if at is not None)
         for chosen in together
     ]
-    rising = sorted(range(len(together)), key=lambda m: work[m])
-    return tuple(together[m] for m in (*rising[::2], *reversed(rising[1::2])))
+    return tuple(together[m] for m in sorted(range(len(together)), key=lambda m: work[m]))
 
 
 def fill_in_order(orders: Sequence[Sequence[int]], packs: Sequence[SampleCosts], room: int) -> Pairs:
@@ -53,4 +82,4 @@ def fill_in_order(orders: Sequence[Sequence[int]], packs: Sequence[SampleCosts],
 
 
 IN_ORDER = PairingPolicy("in_order", pair_in_order, in_order=True)
-ALIKE = PairingPolicy("alike", pair_alike)
+ALIKE = PairingPolicy("alike", pair_alike, decide_filled=pair_alike_filled)

@@ -19,13 +19,13 @@ from math import gcd
 
 from dataloader.balance import SampleCosts
 from dataloader.packing import PackingPolicy
-from dataloader.packing.policy import costs_of, pack_of
 from dataloader.pairing import PairingPolicy
 from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.models.item_layout import LayoutOf, plain_layout
 from omni.planning.candidates import lean_plans, quickest_first
+from omni.planning.microbatches import ReplicaPacks, microbatches_of, packed
 from omni.planning.sample_costs import Costing
-from omni.planning.sharing import Chunking, Sharing, lay_out, make_chunks, make_quanta
+from omni.planning.sharing import Chunking, Sharing, make_chunks, make_quanta
 from parallel.boundary import Route
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable
@@ -136,17 +136,50 @@ class DomainPlanner:
         Yields a plan for each candidate of the schedule that `fits`, in the order of their simulated times,
         then lean ones, then the others.
         """
-        world = self.arrangement
-        microbatches, encoded = self._microbatches(members, costs)
+        replicas, ranks = self._packed(members, costs), self.arrangement.domain_ranks(number)
+        laid_out = cache(partial(self._laid_out, replicas, costs.tokens.tolist(), metas))
+        if not train:
+            domain = self._with_routes(self._with_chunks(*laid_out(())), ranks)
+            yield self._with_one_queue(self._with_ops(domain, build_forward_only(domain)))
+            return
+
+        reductions = self._reductions(frozen)
+
+        @cache
+        def with_chunks(filled: bool, quanta: int, coarse: bool) -> DomainPlan:
+            """With chunks for a schedule; where these stay where they are, with routes."""
+            made = self._with_chunks(*laid_out(reductions, filled), quanta, coarse)
+            return made if quanta else self._with_routes(made, ranks)
+
+        def chunked(policy: SchedulePolicy, bounded: bool, coarse: bool) -> DomainPlan:
+            filled = policy.fills_gaps and self.pairing.decide_filled is not None
+            microbatches = len(laid_out(reductions, filled)[0].microbatches)
+            return with_chunks(filled, policy.quanta_for(microbatches, bounded), coarse)
+
+        yield from self._candidates(chunked, ranks, frozenset(frozen), fits)
+
+    def _laid_out(
+        self,
+        replicas: Sequence[ReplicaPacks],
+        lengths: Sequence[int],
+        metas: Sequence[SampleMeta],
+        reductions: tuple[tuple[int, int], ...],
+        filled: bool = False,
+    ) -> tuple[DomainPlan, list[int]]:
+        """Make a domain of packs, paired for a schedule that fills gaps if `filled`: its microbatches and
+        items, and for each item the microbatch with which it is encoded.
+        """
+        stages = self.arrangement.llm.pp
+        pairs = self.pairing([own.costs for own in replicas], self._room, stages, filled)
+        microbatches, encoded = microbatches_of(replicas, pairs, lengths, self.sharing[self.llm])
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
-        waves = [encoded[item.sample] for item in items]
         domain = DomainPlan(
             team=self._team,
             holds=self._holds,
-            pool=world.pool,
-            tp=world.llm.tp,
+            pool=self.arrangement.pool,
+            tp=self.arrangement.llm.tp,
             party=self.party,
             llm=self.components.index(self.llm),
             homes=tuple(self._home(component) for component in self.components),
@@ -156,27 +189,14 @@ class DomainPlanner:
             chunks=(),
             routes=(),
             ops=(),
-            reductions=self._reductions(frozen) if train else (),
+            reductions=reductions,
             feeds=self.feeds,
         )
-        ranks = world.domain_ranks(number)
-        if not train:
-            domain = self._with_routes(self._with_chunks(domain, waves), ranks)
-            yield self._with_one_queue(self._with_ops(domain, build_forward_only(domain)))
-            return
-
-        @cache
-        def chunked(quanta: int, coarse: bool) -> DomainPlan:
-            """With chunks for a schedule; where these stay where they are, with routes."""
-            made = self._with_chunks(domain, waves, quanta, coarse)
-            return made if quanta else self._with_routes(made, ranks)
-
-        yield from self._candidates(chunked, len(microbatches), ranks, frozenset(frozen), fits)
+        return domain, [encoded[item.sample] for item in items]
 
     def _candidates(
         self,
-        chunked: Callable[[int, bool], DomainPlan],
-        microbatches: int,
+        chunked: Callable[[SchedulePolicy, bool, bool], DomainPlan],
         ranks: Sequence[int],
         frozen: frozenset[str],
         fits: Callable[[DomainPlan], bool],
@@ -184,7 +204,7 @@ class DomainPlanner:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
         parts, pp = self.arrangement.llm.parts, self.arrangement.llm.pp
         candidates = candidates_of(self.schedule, parts, pp, guarded=self.guarded)
-        scheduled = partial(self._scheduled, chunked, microbatches, ranks, frozen)
+        scheduled = partial(self._scheduled, chunked, ranks, frozen)
         planned = [scheduled(policy) for policy in candidates]
         apart = [each for each, plan in zip(candidates, planned, strict=True) if _is_at_once(each, plan)]
         if len(planned) == 1 and not (self.guarded and (self.schedule.lean or apart)):
@@ -224,8 +244,7 @@ class DomainPlanner:
 
     def _scheduled(
         self,
-        chunked: Callable[[int, bool], DomainPlan],
-        microbatches: int,
+        chunked: Callable[[SchedulePolicy, bool, bool], DomainPlan],
         ranks: Sequence[int],
         frozen: frozenset[str],
         policy: SchedulePolicy,
@@ -238,9 +257,8 @@ class DomainPlanner:
         what encoders hold; if not `at_once`, each of a single wave.
         """
         most = min((of for of in (encoder_bytes, self.encoder_bytes) if of is not None), default=None)
-        quanta = policy.quanta_for(microbatches, bounded=most is not None)
-        coarse = policy.at_once or (quanta > 0 and not policy.uniform)
-        domain = chunked(quanta, at_once and coarse and most is None)
+        coarse = at_once and most is None and (policy.at_once or policy.fills_gaps)
+        domain = chunked(policy, most is not None, coarse)
         domain = replace(domain, bounds=self._bounds(domain, policy, most), schedule=policy.name)
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
@@ -338,43 +356,15 @@ class DomainPlanner:
         slots = self._slots[component]
         return slots[0][0], slots[-1][-1] + 1
 
-    def _microbatches(
-        self, members: Sequence[Sequence[int]], costs: SampleCosts
-    ) -> tuple[tuple[Microbatch, ...], dict[int, int]]:
-        """Pack the samples of each replica; one pass of the domain takes up to one pack of every replica.
-        Where the members of all replicas share sequences, these are one, with room for what they hold.
-
-        Returns with the microbatches, by sample, the one with which its items are encoded.
+    def _packed(self, members: Sequence[Sequence[int]], costs: SampleCosts) -> list[ReplicaPacks]:
+        """Pack the samples of each replica. Where the members of all replicas share sequences, these are one,
+        with room for what they hold.
         """
-        policy, size = self.packing, self.pack_tokens
+        size = self.pack_tokens
         if len(members) > 1 and not self.sharing[self.llm].policy.within_replica:
             size = max(size, self._room * SHARED_ROOM[0] // (SHARED_ROOM[1] * self.pack_divisor))
             members = [sorted(i for mine in members for i in mine)]
-        owns = [costs.take(mine) for mine in members]
-        packs = [policy(own, size) for own in owns]
-        together = self.pairing(
-            [costs_of(own, of) for own, of in zip(owns, packs, strict=True)],
-            self._room,
-            self.arrangement.llm.pp,
-        )
-        encoded: dict[int, int] = {}
-        for replica, (mine, own, of) in enumerate(zip(members, owns, packs, strict=True)):
-            place = {chosen[replica]: m for m, chosen in enumerate(together)}
-            for sample, at, with_ in zip(mine, pack_of(of), policy.encoded_with(own, of, size), strict=True):
-                encoded[sample] = min(place[at], place[with_])
-        lengths = costs.tokens.tolist()
-        microbatches = tuple(
-            lay_out(
-                [
-                    [] if at is None else [mine[i] for i in of[at]]
-                    for mine, of, at in zip(members, packs, chosen, strict=True)
-                ],
-                lengths,
-                self.sharing[self.llm],
-            )
-            for chosen in together
-        )
-        return microbatches, encoded
+        return packed(self.packing, members, costs, size)
 
     @property
     def _room(self) -> int:

@@ -83,6 +83,11 @@ class SchedulePolicy(Policy):
     candidates: tuple["SchedulePolicy", ...] = ()
     lean: tuple["SchedulePolicy", ...] = ()
 
+    @property
+    def fills_gaps(self) -> bool:
+        """Whether it places chunks in the gaps that passes leave."""
+        return self.quanta > 0 and not self.uniform
+
     def quanta_for(self, microbatches: int, bounded: bool) -> int:
         """Return how many chunks each slot has in a step of so many microbatches: `quanta` for each.
 

@@ -75,6 +75,21 @@ def test_work_of_the_llm_rises_and_falls_whatever_encoders_take():
     llm = (5, 3, 1, 7, 2, 4, 6)
     packs = [sized([(1, ns, 10 * (at % 3)) for at, ns in enumerate(llm)])]
     assert [llm[at] for (at,) in ALIKE(packs, 10, 2)] == [1, 3, 5, 7, 6, 4, 2]
+    assert ALIKE(packs, 10, 2, filled=True) == ALIKE(packs, 10, 2), "encoders have much to do"
+    packs = [sized([(1, 10 * ns, at % 3) for at, ns in enumerate(llm)])]
+    assert [llm[at] for (at,) in ALIKE(packs, 10, 2, filled=True)] == [1, 3, 4, 6, 7, 5, 2]
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+@pytest.mark.parametrize("stages", [1, 2, 4])
+def test_where_gaps_are_filled_work_rises_slowly_and_falls_at_the_end(count, stages):
+    packs = [sized([(1, ns, 0) for ns in reversed(range(count))])]
+    order = [int(packs[0].ns[at, 0]) for (at,) in ALIKE(packs, 10, stages, filled=True)]
+    assert sorted(order) == list(range(count))
+    peak = order.index(count - 1)
+    assert order[: peak + 1] == sorted(order[: peak + 1])
+    assert order[peak:] == sorted(order[peak:], reverse=True)
+    assert len(order) - 1 - peak <= 2 * (stages - 1) + 1
 
 
 def test_disttrain_by_hand():

@@ -25,6 +25,8 @@ from planners import (
 from dataloader.balance.simple import LPT, NONE
 from dataloader.format import DataError
 from dataloader.global_batch import Budget
+from dataloader.pairing import PairingPolicy
+from dataloader.pairing.simple import IN_ORDER, pair_in_order
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from omni.config import ConfigError
@@ -34,7 +36,7 @@ from omni.planning.planner import Planner
 from omni.planning.work import party_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
-from pipeline.builders import AUTO, ENCODE_FIRST, JOINT
+from pipeline.builders import AUTO, ENCODE_FIRST, JOINT, JOINT_UNIFORM, JOINT_ZERO_BUBBLE_H1, ONE_F_ONE_B
 from pipeline.builders.schedule import candidates_of, lean_of
 from pipeline.costs import plan_memory, simulate
 from pipeline.domain_plan import Chunk, DomainPlan
@@ -393,6 +395,23 @@ def test_auto_holds_twice_the_activations_only_where_it_is_known_what_fits():
     assert own.next_step(1, 0, 0).domain.schedule in deep
     unguarded = replace(own, domain=replace(own.domain, guarded=False))
     assert unguarded.next_step(1, 0, 0).domain.schedule not in deep
+
+
+@pytest.mark.parametrize("schedule", [ENCODE_FIRST, ONE_F_ONE_B, JOINT_UNIFORM, JOINT, JOINT_ZERO_BUBBLE_H1])
+def test_microbatches_are_in_the_order_that_suits_the_schedule(schedule):
+    def samples(pairing):
+        own = planner(
+            world=arrange(Layout(pp=2), {"eye": 1, "ear": 1}, COLOCATED, 0),
+            policies=replace(policies_of(LPT, schedule), pairing=pairing),
+            table=table(2),
+            budget=Budget(30, 300, None, "drop"),
+        )
+        plan = own.next_step(1, 0, 0)
+        own.verify(plan)
+        return [[plan.domain.samples[i].id for i in batch.samples] for batch in plan.domain.microbatches]
+
+    backwards = PairingPolicy("either", pair_in_order, decide_filled=lambda *of: pair_in_order(*of)[::-1])
+    assert samples(backwards) == samples(IN_ORDER)[:: -1 if schedule.fills_gaps else 1]
 
 
 def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refuses_others():

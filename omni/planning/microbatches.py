@@ -1,0 +1,60 @@
+"""From the samples of a domain's replicas to its microbatches: packed, paired, and laid over the pool."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from dataloader.balance import SampleCosts
+from dataloader.packing import PackingPolicy
+from dataloader.packing.policy import Packs, costs_of, pack_of
+from dataloader.pairing import Pairs
+from omni.planning.sharing import Sharing, lay_out
+from pipeline.domain_plan import Microbatch
+
+
+class ReplicaPacks(NamedTuple):
+    """The packs of a replica, which number its `samples` from 0, what each costs, and for each sample the
+    pack with which its items are encoded.
+    """
+
+    samples: Sequence[int]
+    packs: Packs
+    costs: SampleCosts
+    encoded_with: tuple[int, ...]
+
+
+def packed(
+    policy: PackingPolicy, members: Sequence[Sequence[int]], costs: SampleCosts, budget: int
+) -> list[ReplicaPacks]:
+    """Pack the samples of each replica, at most `budget` tokens of several samples."""
+    found = []
+    for samples in members:
+        own = costs.take(samples)
+        packs = policy(own, budget)
+        encoded_with = policy.encoded_with(own, packs, budget)
+        found.append(ReplicaPacks(samples, packs, costs_of(own, packs), encoded_with))
+    return found
+
+
+def microbatches_of(
+    replicas: Sequence[ReplicaPacks], pairs: Pairs, lengths: Sequence[int], sharing: Sharing
+) -> tuple[tuple[Microbatch, ...], dict[int, int]]:
+    """Lay the packs that pass together over the pool. Returns with the microbatches, by sample, the one with
+    which its items are encoded. `lengths` are those of all samples, in tokens.
+    """
+    encoded: dict[int, int] = {}
+    for replica, own in enumerate(replicas):
+        place = {chosen[replica]: m for m, chosen in enumerate(pairs)}
+        for sample, at, with_ in zip(own.samples, pack_of(own.packs), own.encoded_with, strict=True):
+            encoded[sample] = min(place[at], place[with_])
+    microbatches = tuple(
+        lay_out(
+            [
+                [] if at is None else [own.samples[i] for i in own.packs[at]]
+                for own, at in zip(replicas, chosen, strict=True)
+            ],
+            lengths,
+            sharing,
+        )
+        for chosen in pairs
+    )
+    return microbatches, encoded
