@@ -64,7 +64,7 @@ from parallel.layout import CONTEXT as ANY_CONTEXT
 from parallel.layout import MOST_ZERO
 
 LARGE_GAIN = 0.1  # of the step, that domains must bring whose plans take a rank long
-WORSE = 2  # sizes in a row without a gain, after which no larger one is tried
+WORSE = 2  # sizes of domains, or of packs that do not fit, in a row without a gain, before no other is tried
 DIVISORS = (2, 4, 8, 16)  # of a microbatch's tokens, that packs have: smaller ones, until one gains nothing
 _FIRST, _SECOND = ({key: names[place] for key, names in POLICIES.items()} for place in (0, 1))
 
@@ -236,13 +236,15 @@ def _packed(config: Config, starts: Sequence[Tried], attempt: Try) -> tuple[Trie
     for start in starts:
         now = reference if start is starts[0] else whole_step(start.keys)
         found.append(start if start is starts[0] else _as_beside(starts[0], reference, now))
-        own, larger = found[-1], None
+        own, larger, worse = found[-1], None, 0
         for divisor in DIVISORS if PACKS in start.keys else ():
             other = whole_step({**start.keys, PACKS: divisor * start.keys[PACKS]})
             found.append(_as_beside(starts[0], reference, other))
             if gains(other, now):
-                own, now, larger = found[-1], other, own
-            elif not now.refused:  # while none fits, a smaller one may
+                own, now, larger, worse = found[-1], other, own, 0
+                continue
+            worse += 1
+            if worse == WORSE or not now.refused:  # while none fits, one more: it may
                 break
         for plain in (own, larger) if PACKING in start.keys and config.layout.llm.pp > 1 else ():
             if plain is not None:

@@ -106,11 +106,6 @@ def likely_held(spec: Workload, table: CostTable, plan: StepPlan) -> int:
     return max(peak.bytes for peak in _peaks(spec, plan, _likely_fullest(table, plan)))
 
 
-def holds(spec: Workload, plan: StepPlan) -> int:
-    """Return the bytes of the fullest rank of a plan's domain."""
-    return fullest_rank(spec, [plan]).bytes
-
-
 def remembering(spec: Workload) -> Workload:
     """Return a workload whose parts state once what a pass of a load takes: candidates of a schedule have the
     same passes, and so have stages.

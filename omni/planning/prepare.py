@@ -38,7 +38,7 @@ from omni.planning.choose import choose
 from omni.planning.clusters import cluster_of
 from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
-from omni.planning.fullest import fits, holds, remembering
+from omni.planning.fullest import fits, likely_held, remembering
 from omni.planning.group_planner import GroupPlanner
 from omni.planning.layouts import check_layout, check_parts, check_pools, resolve_layout
 from omni.planning.mixture import Mixture, with_positions
@@ -173,7 +173,7 @@ def _resolve(
         frozen=partial(frozen_at, stages),
         share=share,
         fits=partial(fits, remembered, table),
-        holds=partial(holds, remembered),
+        holds=partial(likely_held, remembered, table),
     )
     return RunSpec(
         **vars(workload),

@@ -186,7 +186,9 @@ def test_weights_are_divided_where_nothing_else_fits():
 
 def test_what_holds_least_is_tried_in_domains_of_any_size(monkeypatch):
     monkeypatch.setattr("omni.planning.prepare.fits", lambda spec, table, plan: False)
-    monkeypatch.setattr("omni.planning.prepare.holds", lambda spec, plan: 10**6 // plan.domain.num_ranks)
+    monkeypatch.setattr(
+        "omni.planning.prepare.likely_held", lambda spec, table, plan: 10**6 // plan.domain.num_ranks
+    )
     keys = (
         "model.llm.recompute=auto",
         "data.sample_tokens=64",
@@ -431,7 +433,7 @@ def test_smaller_packs_are_tried_until_they_fit_though_the_next_holds_no_less(mo
         return max(sum(batch.layout.lengths) for batch in plan.domain.microbatches) <= MICROBATCH // 4
 
     monkeypatch.setattr("omni.planning.prepare.fits", fits)
-    monkeypatch.setattr("omni.planning.prepare.holds", lambda spec, plan: 1 << 40)
+    monkeypatch.setattr("omni.planning.prepare.likely_held", lambda spec, table, plan: 1 << 40)
     trace = [SampleMeta(n, "trace", 7, (), 7) for n in range(24)]
     spec = prepared("layout.domain=1", trace=trace, ranks=1)
     assert spec.config.packing.divisor == 4
