@@ -388,5 +388,6 @@ class DomainPlanner:
 
 
 def _is_at_once(policy: SchedulePolicy, domain: DomainPlan) -> bool:
-    """Whether a schedule has items of several microbatches encoded together."""
-    return policy.at_once and any(len(chunk.microbatches) > 1 for chunk in domain.chunks)
+    """Whether a schedule has items of several microbatches encoded together, or shared if it fills gaps."""
+    several = (chunk for chunk in domain.chunks if len(chunk.microbatches) > 1)
+    return any(policy.at_once or (policy.fills_gaps and of.layout.num_members > 1) for of in several)

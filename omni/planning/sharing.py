@@ -156,14 +156,15 @@ def make_quanta(
     encoder: a quantum holds whole items, of several microbatches if need be, or a single one that costs more.
     Each stands on its encoder's first slot, until a schedule places it.
 
-    Where they are to be `coarse`, there are as few as starting them is worth: of w work on a slot in q
-    quanta, each of which takes s to start, starting takes q s, and gaps as long as a quantum's work stay
-    empty, w / q. Both together are least at the square root of w / s.
+    Where they are to be `coarse`, what is shared of all waves may be one chunk, as `at_once` there, and there
+    are as few quanta as starting them is worth: of w work on a slot in q quanta, each of which takes s to
+    start, starting takes q s, and gaps as long as a quantum's work stay empty, w / q. Both together are least
+    at the square root of w / s.
     """
     chunks: list[Chunk] = []
     for name in sorted(slots):
         own = sharing[name]
-        together = [] if own.whole else list(_shared_chunks(name, items, slots[name], own, waves))
+        together = [] if own.whole else list(_shared_chunks(name, items, slots[name], own, waves, coarse))
         shared = {number for chunk in together for number in chunk.items}
         whole = [n for n, item in enumerate(items) if item.component == name and n not in shared]
         whole.sort(key=waves.__getitem__)

@@ -200,10 +200,11 @@ def waves_of(made: Planner, whole: bool = False) -> set[int]:
     return {len(chunk.microbatches) for chunk in chunks if (chunk.layout.num_members == 1) == whole}
 
 
-def test_schedules_that_encode_all_items_first_share_those_of_all_microbatches_at_once():
-    assert waves_of(heavy_step("encode_first")) == waves_of(heavy_step("zero_bubble_h1")) == {4}
-    assert waves_of(heavy_step("one_f_one_b")) == waves_of(heavy_step("joint")) == {1}
-    assert waves_of(heavy_step("encode_first", encoder_bytes=1)) == {1}, "a bound takes small chunks"
+def test_schedules_that_encode_ahead_share_items_of_all_microbatches_at_once():
+    for name in ("encode_first", "zero_bubble_h1", "joint", "joint_zero_bubble_h1"):
+        assert waves_of(heavy_step(name)) == {4}
+        assert waves_of(heavy_step(name, encoder_bytes=1)) == {1}, "a bound takes small chunks"
+    assert waves_of(heavy_step("one_f_one_b")) == waves_of(heavy_step("joint_uniform")) == {1}
 
 
 def test_schedules_that_encode_all_items_first_encode_whole_ones_of_several_microbatches_together():
@@ -233,6 +234,13 @@ def test_microbatches_are_encoded_one_by_one_where_devices_do_not_hold_them_at_o
     assert waves_of(replace(heavy_step(schedule), fits=fits)) == {1}
     assert waves_of(replace(even_step(schedule), fits=fits), whole=True) == {1}
     assert waves_of(replace(heavy_step("encode_first", guarded=False), fits=fits)) == {4}
+
+
+def test_joint_shares_microbatches_one_by_one_where_devices_do_not_hold_them_at_once():
+    def fits(plan: StepPlan) -> bool:
+        return all(len(of.microbatches) == 1 for of in plan.domain.chunks if of.layout.num_members > 1)
+
+    assert waves_of(replace(heavy_step("joint"), fits=fits)) == {1}
 
 
 def test_items_that_balance_over_the_step_stay_whole():
