@@ -29,7 +29,7 @@ from pipeline.domain_plan import DomainPlan
 from pipeline.ops import ISSUED, Kind, Op
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, nothing, run
 
-PATIENCE = (1, 2)
+PATIENCE = (1, 2)  # of six weights the two that, on 72 plans, leave least behind the best
 
 
 def serialise(
