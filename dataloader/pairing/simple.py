@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from dataloader.balance import SampleCosts
 from dataloader.pairing.policy import PairingPolicy, Pairs
 
@@ -40,7 +38,7 @@ def pair_alike_filled(packs: Sequence[SampleCosts], room: int, stages: int) -> P
     take more than a `SMALL` share of the LLM's work, they find no room there, and wait for their gradients
     the longer: then the order is that of `pair_alike`.
     """
-    llm, *encoders = np.sum([own.ns.sum(axis=0) for own in packs], axis=0).tolist()
+    llm, *encoders = sum(own.ns.sum(axis=0) for own in packs).tolist()
     if sum(encoders) > SMALL * llm:
         return pair_alike(packs, room, stages)
     rising = _rising(packs, room)
