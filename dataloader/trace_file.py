@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,8 +30,8 @@ TRACE_SCHEMA = pa.schema(
 _REMEDY = "omni data trace generate writes an example, docs/data.md has the columns"
 
 
-def write_trace(path: str | Path, trace: Sequence[SampleMeta]) -> None:
-    """Write a trace as Parquet; the items' sizes are not part of it."""
+def write_trace(out: str | Path | IO[bytes], trace: Sequence[SampleMeta]) -> None:
+    """Write a trace as Parquet to a path or an open file; the items' sizes are not part of it."""
     rows = [
         {
             "sample_id": meta.id,
@@ -45,7 +45,7 @@ def write_trace(path: str | Path, trace: Sequence[SampleMeta]) -> None:
         }
         for meta in trace
     ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=TRACE_SCHEMA), Path(path), compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, schema=TRACE_SCHEMA), out, compression="zstd")
 
 
 def read_trace(path: str | Path) -> list[SampleMeta]:

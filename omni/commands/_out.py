@@ -24,6 +24,8 @@ def check_out(option: str, out: str | Path | None, *, folder: bool = False) -> N
     path = Path(out).absolute()
     if path.is_dir() and not folder:
         raise ConfigError(f"{option} {out}: is a folder: name a file")
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ConfigError(f"{option} {out}: is a device or a pipe, which a file would replace: name a file")
     there = next(each for each in (path, *path.parents) if each.exists() and (folder or each != path))
     try:
         with TemporaryFile(dir=there):

@@ -229,11 +229,13 @@ def _trace(args: argparse.Namespace) -> int:
 
     from dataloader.trace import describe, generate
     from dataloader.trace_file import read_trace, write_trace
+    from infra.run_folder import replacing
 
     if args.trace_action == "generate":
         check_out("--out", args.out)
         trace = generate(args.name, args.num, args.seed, args.max_tokens)
-        write_trace(make_room(Path(args.out)), trace)
+        with replacing(make_room(Path(args.out)), "wb") as file:
+            write_trace(file, trace)
         print(f"{args.out}: {len(trace)} samples of {args.name}, seed {args.seed}")
     else:
         trace = read_trace(args.file)

@@ -2,7 +2,9 @@
 
 import argparse
 import errno
+import os
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -77,13 +79,22 @@ def test_a_checkpoint_is_not_evaluated_for_a_place_that_takes_nothing(tmp_path):
         configured(argparse.Namespace(out=tmp_path, run=Path("none"), step=None))
 
 
+def test_a_pipe_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=f"--out {tmp_path}/pipe: is a device or a pipe"):
+        check_out("--out", tmp_path / "pipe")
+
+
 def test_a_disk_that_is_full_is_told_by_the_place_that_was_asked_for(tmp_path, monkeypatch, capsys):
-    def full(path: Path, trace: object) -> None:
+    def full(file: IO[bytes], trace: object) -> None:
+        file.write(b"a part")
         raise OSError(errno.ENOSPC, "Error writing bytes to file")  # as Arrow says it, which names no file
 
     monkeypatch.setattr("dataloader.trace_file.write_trace", full)
     out = tmp_path / "x.parquet"
+    out.write_bytes(b"as it was")
     assert main(["data", "trace", "generate", "balanced", "--num", "9", "--out", str(out)]) == 1
+    assert (out.read_bytes(), list(tmp_path.iterdir())) == (b"as it was", [out])
     assert f"--out {out}: cannot be written: No space left on device" in capsys.readouterr().err
 
 
