@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from parallel.costs import CostTable
-from pipeline.costs import Costs, part_of, plan_costs, simulate
+from pipeline.costs import Costs, begun_before, part_of, plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Op
-from pipeline.simulator import ComputeCost, run
+from pipeline.simulator import ComputeCost, nothing, run
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,12 @@ def work_of(domain: DomainPlan, table: CostTable) -> list[int]:
 
 
 def unreduced_ns(domain: DomainPlan, table: CostTable, single_queue: bool) -> int:
-    """What a domain's step takes were reductions and gathering free: waiting for one, and for what stands
-    behind it in a queue, is then none.
+    """What a domain's step takes were reductions and gathering free. They begin as early as they do, behind
+    the backward in front of them, or in one queue ranks would meet later for them than they do.
     """
-    compute_ns, message_ns = without_reductions(domain, table)
-    return run(domain, compute_ns, message_ns, single_queue, table.issue_ns).makespan_ns
+    free, message_ns = without_reductions(domain, table)
+    behind = nothing, begun_before(domain, table, free)
+    return run(domain, free, message_ns, single_queue, table.issue_ns, behind).makespan_ns
 
 
 def without_reductions(domain: DomainPlan, table: CostTable) -> Costs:
