@@ -50,7 +50,7 @@ def estimated(
             f"{domains - 1}"
         )
     cursor = spec.planner.cursor_of(arguments.step)
-    plans = _counted(spec.planner.all_domains(arguments.step, cursor), domains)
+    plans = _counted(spec.planner.distinct_domains(arguments.step, cursor), domains)
     return spec, estimate(spec, plans), cursor
 
 

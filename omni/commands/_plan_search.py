@@ -96,7 +96,7 @@ def found_whole(question: "Question", ranks: int) -> "tuple[Search, Finalist, Es
         if not refused:
             check_found(question, ranks, out)
         for each in out.found:
-            whole = estimate(each.spec, each.spec.planner.all_domains(*question.begin))
+            whole = estimate(each.spec, each.spec.planner.distinct_domains(*question.begin))
             try:
                 check_memory(each.spec, whole.fullest)
             except ValueError as error:

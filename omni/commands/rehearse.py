@@ -149,8 +149,8 @@ def _rehearse(
             raise ConfigError(f"--domain {arguments.domain}: there are domains 0 to {world.num_domains - 1}")
         ranks = list(world.domain_ranks(arguments.domain))
     elif ranks is None:
-        all_domains = spec.planner.all_domains(step, spec.planner.cursor_of(step))
-        ranks = [fullest_rank(spec, all_domains).rank]
+        distinct = spec.planner.distinct_domains(step, spec.planner.cursor_of(step))
+        ranks = [fullest_rank(spec, distinct).rank]
         print(f"rank {ranks[0]} holds most of all, by the model", file=sys.stderr)
     if any(not 0 <= rank < spec.arrangement.world for rank in ranks):
         raise ConfigError(

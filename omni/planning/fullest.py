@@ -167,7 +167,7 @@ def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
     stages = stages_of(config.optim, config.stages, config.train.steps)
     later = [stage.first for stage in stages if stage.first > step + 1]
     for number in (*range(step, min(step + 1, config.train.steps) + 1), *later):
-        plans = list(spec.planner.all_domains(number, cursor))
+        plans = list(spec.planner.distinct_domains(number, cursor))
         for plan in plans:
             spec.planner.verify(plan)
         check_memory(spec, fullest_rank(spec, plans))

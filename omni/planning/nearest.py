@@ -59,7 +59,7 @@ def _planned(spec: RunSpec, keys: Keys, step: int, cursor: int) -> tuple[Keys, P
     """Return keys and the fullest rank of a step with these changed, or None if that does not fit."""
     try:
         changed = prepare_run(_changed(spec, keys), keys.get(RANKS, spec.arrangement.world))
-        peak = fullest_rank(changed, changed.planner.all_domains(step, cursor))
+        peak = fullest_rank(changed, changed.planner.distinct_domains(step, cursor))
     except (ValueError, PlanRefusedError):  # samples that nobody holds, a pass that the schedule cannot order
         return None
     return (keys, peak) if peak.bytes <= (spec.cluster.memory_bytes or 0) else None

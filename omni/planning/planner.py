@@ -85,12 +85,20 @@ class Planner:
 
     def all_domains(self, step: int, cursor: int) -> Iterator[StepPlan]:
         """Plan step `step` of training for every domain in turn; what domains share is composed once."""
-        taken = self.world.take(cursor)
-        groups = self.world.groups_of(taken, self.domain.costing)
-        for place in range(len(self.world.groups)):
-            group = self._group(taken, groups, place)
+        for taken, place, group in self._groups(cursor):
             for number in group.domains:
                 yield self._compose(step, taken, group, place, number)
+
+    def distinct_domains(self, step: int, cursor: int) -> Iterator[StepPlan]:
+        """Plan step `step` of training for every domain that has samples, and for the first of those that
+        have none, which all run the same.
+        """
+        idle = False
+        for taken, place, group in self._groups(cursor):
+            for number, replicas in group.own:
+                if any(replicas) or not idle:
+                    yield self._compose(step, taken, group, place, number)
+                idle |= not any(replicas)
 
     def busiest(self, step: int, cursor: int) -> Iterator[StepPlan]:
         """Plan step `step` of training for the domains that samples load most, these first: of the group with
@@ -165,6 +173,13 @@ class Planner:
     def metas_of(self, domain: DomainPlan) -> list[SampleMeta]:
         """Return the metadata of a domain's samples in training, in their order."""
         return [self.world.kept(sample.source, sample.id) for sample in domain.samples]
+
+    def _groups(self, cursor: int) -> Iterator[tuple[Taken, int, Group]]:
+        """Compose the level of each group of a step in turn: the samples of the step, the group's number."""
+        taken = self.world.take(cursor)
+        groups = self.world.groups_of(taken, self.domain.costing)
+        for place in range(len(self.world.groups)):
+            yield taken, place, self._group(taken, groups, place)
 
     def _group(self, taken: Taken, groups: Sequence[int], place: int) -> Group:
         """Compose the level of the group of number `place`; `groups` are those that samples go to."""

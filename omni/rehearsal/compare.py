@@ -143,7 +143,7 @@ def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     preparing_s, work = time.process_time() - begin, list[int]()
 
     def plans() -> Iterator[StepPlan]:
-        for plan in spec.planner.all_domains(1, 0):
+        for plan in spec.planner.distinct_domains(1, 0):
             work.extend(work_of(plan.domain, spec.table))
             yield plan
 
@@ -153,7 +153,7 @@ def _figures(config: Config, mixture: MixedTrace) -> tuple[Figures, str, Taken]:
     planning_s = time.process_time() - begin
     step_ns, most = found.timeline.makespan_ns, spec.cluster.memory_bytes
     single_queue = spec.planner.domain.single_queue
-    causes = causes_of(found.plan.domain, spec.table, sum(work) / len(work), single_queue)
+    causes = causes_of(found.plan.domain, spec.table, sum(work) / spec.arrangement.world, single_queue)
     spent = vars(found.spent)
     exposed = sum(ns for name, ns in spent.items() if name not in ("compute_ns", "idle_ns"))
     chosen = first.choice.keys if first.choice else {}
@@ -192,7 +192,7 @@ def _of_text(spec: RunSpec, taken: Taken, step_s: float) -> float:
     texts = [replace(of, items=(), text_tokens=length(of) - of.frame.bos) for of in metas]
     alone = prepare_run(spec.config, ranks.world, texts)
     queue = alone.planner.domain.single_queue
-    plans = alone.planner.all_domains(1, 0)
+    plans = alone.planner.distinct_domains(1, 0)
     text_ns = max(simulate(plan.domain, alone.table, queue).makespan_ns for plan in plans)
     return text_ns / 1e9 / step_s * ranks.llm.world / ranks.world
 

@@ -66,6 +66,16 @@ def test_all_domains_are_planned_as_each_by_itself(spec: RunSpec, plans: list[St
     assert list(spec.planner.all_domains(2, spec.planner.cursor_of(2))) == plans
 
 
+def test_domains_without_samples_are_planned_once(line: list[str]) -> None:
+    few = prepare_run(compose_config([*line, "data.step_samples=2"]), WORLD)
+    every, distinct = (list(of(2, 4)) for of in (few.planner.all_domains, few.planner.distinct_domains))
+    assert [len(plan.domain.samples) for plan in every] == [1, 0, 1, 0]
+    assert distinct == every[:3]
+    of_distinct, of_every = estimate(few, distinct), estimate(few, every)
+    assert of_distinct.step_s == of_every.step_s
+    assert replace(of_distinct, timeline=of_every.timeline) == of_every
+
+
 def test_loads_are_those_of_all_domains(spec: RunSpec, plans: list[StepPlan], found: Estimate) -> None:
     for name in ("llm", "image"):
         of_all = [ns for plan in plans for ns in loads(spec, plan)[name]]
