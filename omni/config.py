@@ -15,7 +15,7 @@ from omegaconf import MISSING
 from infra.tracker import KINDS, MODES
 from omni.data_config import DataConfig, HeldoutConfig, PhaseConfig, SourceConfig
 from omni.keys import ConfigError as ConfigError
-from omni.keys import Rule, Rules, at_least, one_of
+from omni.keys import Rule, Rules, at_least, one_of, share
 from omni.llm_config import LLMConfig
 from omni.optim_config import ComponentOptimConfig, OptimConfig
 from ops.names import LOWER, PRECISIONS, REDUCED
@@ -132,13 +132,13 @@ class EfficiencyConfig:
     links.
     """
 
-    products: dict[str, float] = at_least(1e-6)
-    attention: float = at_least(1e-6)
-    attention_backward: float = at_least(1e-6)
-    memory: float = at_least(1e-6, 1.0)
-    node_link: float = at_least(1e-6, 1.0)
-    link: float = at_least(1e-6, 1.0)
-    host_link: float = at_least(1e-6, 1.0)
+    products: dict[str, float] = share()
+    attention: float = share()
+    attention_backward: float = share()
+    memory: float = share(1.0)
+    node_link: float = share(1.0)
+    link: float = share(1.0)
+    host_link: float = share(1.0)
 
 
 @dataclass

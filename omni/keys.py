@@ -29,6 +29,11 @@ def at_least(least: float, default: Any = MISSING) -> Any:
     return field(default=default, metadata={"least": least})
 
 
+def share(default: Any = MISSING) -> Any:
+    """Declare a key whose value is a share, above 0 and at most 1; of a mapping, each value."""
+    return field(default=default, metadata={"least": 1e-6, "most": 1})
+
+
 def one_of(known: Sequence[Any], default: Any = MISSING) -> Any:
     """Declare a key whose value is one of those `known`."""
     return field(default=default, metadata={"known": tuple(known)})
@@ -73,13 +78,15 @@ def _check_value(key: str, value: Any, bounds: Mapping[str, Any]) -> None:
         for number, entry in enumerate(value):
             check_keys(f"{key}[{number}]", entry)
     elif "least" in bounds and value is not None:
-        _check_number(key, value, bounds["least"])
+        _check_number(key, value, bounds["least"], bounds.get("most", math.inf))
     elif "known" in bounds and value not in bounds["known"]:
         raise ConfigError(f"{key}={value}: choose one of {', '.join(map(str, bounds['known']))}")
 
 
-def _check_number(key: str, value: float, least: float) -> None:
+def _check_number(key: str, value: float, least: float, most: float) -> None:
     if not math.isfinite(value):
         raise ConfigError(f"{key}={value}: must be a finite number")
     if value < least:
         raise ConfigError(f"{key}={value}: must be at least {least:g}")
+    if value > most:
+        raise ConfigError(f"{key}={value}: is a share: at most {most:g}")

@@ -57,6 +57,11 @@ def test_low_precision_is_of_products_alone() -> None:
         (["cluster.device=gpu"], ["cluster.device=gpu", "cpu, cuda"]),
         (["cluster.ranks_per_rail=12"], ["cluster.ranks_per_rail=12", "ranks_per_node=8"]),
         (["cluster.efficiency.products.bf16=0"], ["cluster.efficiency.products.bf16=0", "at least 1e-06"]),
+        (
+            ["cluster.efficiency.products.bf16=1.01"],
+            ["cluster.efficiency.products.bf16=1.01", "is a share: at most 1"],
+        ),
+        (["cluster.efficiency.memory=65"], ["cluster.efficiency.memory=65", "is a share: at most 1"]),
         (["cluster.price_per_hour=-1"], ["cluster.price_per_hour=-1", "at least 0"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) and "=" in value[-1] else "",
