@@ -173,9 +173,15 @@ def taken_of(spec: RunSpec, source: str, num_samples: int) -> list[SampleMeta]:
 
 
 def left_out_of(spec: RunSpec) -> Iterator[str]:
-    """Say how many samples of held-out sources are not taken, and why."""
+    """Say how many samples of held-out sources are not taken, and why: more may be asked for than there are,
+    and some may not fit.
+    """
     for name, own in spec.config.data.heldout.items():
-        asked = min(own.samples, len(spec.heldout[name]))
+        total = len(spec.heldout[name])
+        for key, count in (("samples", own.samples), ("generate", own.generate)):
+            if count > total:
+                yield f"data.heldout.{name}.{key}={count}: there are {total}, which are all taken"
+        asked = min(own.samples, total)
         if left := asked - len(taken_of(spec, name, own.samples)):
             yield (
                 f"{left} of {asked} samples of held-out {name} are left out: they have more than "
