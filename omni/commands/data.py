@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--skip-bad", type=_COUNT, default=0, metavar="N", help="leave out up to N bad lines (default: 0)"
     )
-    build.add_argument("--seed", type=_COUNT, default=0, help="of the recipe's draws (default: 0)")
+    build.add_argument("--seed", type=_COUNT, help="of the draws of --recipe (default: 0)")
     build.add_argument("--overwrite", action="store_true", help="replace what is there")
 
     _index.add_arguments(actions.add_parser("index", help="index samples where they lie, without a copy"))
@@ -79,8 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `omni data`; 0 if all is well, 1 with a message on stderr if not, 2 for a mistake in what
-    `balance`, `remix` or `trace` are given.
+    """Carry out `omni data`; 0 if all is well, 2 for a user's mistake, in data too, and 1 where `verify`
+    finds something wrong, or a disk or a store fails, with a message on stderr.
     """
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "build": _build,
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             return actions[args.action](args)
     except (ValueError, OSError) as error:
         print(f"omni data {args.action}: {visible(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) and args.action in ("balance", "remix", "trace") else 1
+        return 2 if isinstance(error, ValueError) else 1
 
 
 def _build(args: argparse.Namespace) -> int:
@@ -112,15 +112,18 @@ def _build(args: argparse.Namespace) -> int:
     out = Path(args.out)
     if args.recipe and (args.root is not None or args.skip_bad):
         raise ValueError("--root and --skip-bad are of files of your own: leave them out with --recipe")
+    if not args.recipe and args.seed is not None:
+        raise ValueError("--seed is of --recipe: samples of your own are not drawn, leave it out")
+    seed = args.seed or 0
     check_out("--out", out, folder=True)
     if args.recipe in _OWN_TOKENIZER:
         if args.tokenizer != "bytes":
             raise ValueError("--tokenizer: this recipe trains its own; leave it out")
         recipe = import_module(f"omni.commands._{args.recipe}")
-        return _told(recipe.build(out, args.seed, args.overwrite, tell))
+        return _told(recipe.build(out, seed, args.overwrite, tell))
     tokenizer = get_tokenizer(chosen(args.tokenizer))
     if args.recipe:
-        names = build_quickstart(out, tokenizer, args.seed, args.overwrite, tell)
+        names = build_quickstart(out, tokenizer, seed, args.overwrite, tell)
         built = {out / name: new for name, new in names.items()}
     elif args.from_messages:
         from dataloader.recipes.from_messages import build_from_messages

@@ -113,7 +113,7 @@ def test_a_recipe_is_built_once_and_of_another_seed_refused(
     before = contents(out)
     assert build(name, "--out", out) == 0
     assert capsys.readouterr().out.count("is there and intact, nothing to do") == 3
-    assert build(name, "--out", out, "--seed", 1) == 1
+    assert build(name, "--out", out, "--seed", 1) == 2
     assert "holds other chats" in capsys.readouterr().err
     assert contents(out) == before
 
@@ -153,7 +153,7 @@ def test_a_cut_model_is_made_anew_and_a_tokenizer_is_refused(
     assert weights.read_bytes() == whole
     assert build("chat", "--out", out, "--seed", 1, "--overwrite") == 0
     assert weights.read_bytes() != whole
-    assert build("chat", "--out", out, "--tokenizer", "bytes2") == 1
+    assert build("chat", "--out", out, "--tokenizer", "bytes2") == 2
     assert "leave it out" in capsys.readouterr().err
 
 

@@ -33,7 +33,7 @@ def test_a_place_that_takes_nothing_is_named_before_a_command_works(tmp_path, ca
     file = tmp_path / "file"
     file.touch()
     out = file / words[-1]
-    assert main([*words[:-1], str(out)]) in (1, 2)
+    assert main([*words[:-1], str(out)]) == 2
     said = capsys.readouterr()
     assert f"{words[-2]} {out}: nothing can be written in {file} (Not a directory)" in said.err
     assert not said.out
@@ -47,13 +47,20 @@ UNHEEDED = (
         "leave them out with --recipe",
     ),
     (("data", "build", "--recipe", "quickstart", "--out", "x", "--skip-bad", "1"), "leave them out"),
+    (("data", "build", "--from-jsonl", "x.jsonl", "--out", "x", "--seed", "0"), "--seed is of --recipe"),
+    (("data", "build", "--from-messages", "x.jsonl", "--out", "x", "--seed", "1"), "--seed is of --recipe"),
 )
 
 
 @pytest.mark.parametrize("words, said", UNHEEDED, ids=lambda of: " ".join(of) if type(of) is tuple else "")
 def test_an_option_that_nothing_would_heed_is_refused(capsys, words, said):
-    assert main([*words]) in (1, 2)
+    assert main([*words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_an_unknown_recipe_is_a_mistake_of_the_user(capsys, tmp_path):
+    assert main(["data", "index", "none", "--recipe", "webdatset", "--out", str(tmp_path / "x")]) == 2
+    assert "unknown recipe 'webdatset'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
