@@ -106,19 +106,32 @@ def mlp(x: torch.Tensor, weights: Weights, name: str, gated: bool) -> torch.Tens
     return linear(gelu(linear(x, weights, f"{name}.linear_fc1")), weights, f"{name}.linear_fc2")
 
 
-def experts(x: torch.Tensor, weights: Weights, name: str, topk: int, chosen: torch.Tensor) -> torch.Tensor:
-    """The `topk` experts of each token, weighted by their sigmoids over the sum of these, and the shared one.
+def experts(
+    x: torch.Tensor, weights: Weights, name: str, moe: SimpleNamespace, chosen: torch.Tensor
+) -> torch.Tensor:
+    """The `topk` experts of each token, weighted by their sigmoids or softmax, over the sum of these if they
+    are normalised, and the shared one, which a sigmoid of the token may gate.
 
-    The bias decides who is chosen, and nothing else. Tokens of each expert are added to `chosen` [E].
+    A bias decides who is chosen, and nothing else, and so do groups: the best by their highest scores are
+    kept (DeepSeek-V3, section 2.1.2). Tokens of each expert are added to `chosen` [E].
     """
-    scores = linear(x, weights, f"{name}.router").sigmoid()
+    logits = linear(x, weights, f"{name}.router")
+    scores = logits.sigmoid() if moe.score == "sigmoid" else logits.softmax(-1)
+    bias = weights.get(f"{name}.router.expert_bias", torch.zeros(moe.experts))
     out = []
     for token, score in zip(x, scores, strict=True):
-        best = (score.detach() + weights[f"{name}.router.expert_bias"]).topk(topk).indices
+        choice = (score.detach() + bias).view(moe.groups, -1)
+        kept = choice.topk(moe.topk // moe.group_topk).values.sum(-1).topk(moe.group_topk).indices
+        choice = torch.full_like(choice, -math.inf).index_copy(0, kept, choice[kept])
+        best = choice.flatten().topk(moe.topk).indices
         chosen[best] += 1
+        shares = score[best] / score[best].sum() if moe.normalise else score[best]
         of_each = [swiglu(token, weights, f"{name}.experts.{e}") for e in best.tolist()]
-        out.append((score[best] / score[best].sum()) @ torch.stack(of_each))
-    return torch.stack(out) + swiglu(x, weights, f"{name}.shared_experts")
+        out.append(moe.scale * shares @ torch.stack(of_each))
+    shared = swiglu(x, weights, f"{name}.shared_experts")
+    if moe.shared_gate:
+        shared = shared * (x @ weights[f"{name}.shared_experts.gate_weight"].T).sigmoid()
+    return torch.stack(out) + shared
 
 
 def encode(weights: Weights, sizes: SimpleNamespace, patches: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
@@ -168,7 +181,7 @@ def losses(
         x = x + attention(seen, weights, f"{layer}.self_attention", sizes, positions)
         seen = norm(x, weights, f"{layer}.pre_mlp_layernorm", sizes.norm_eps)
         if f"{layer}.mlp" in chosen:
-            x = x + experts(seen, weights, f"{layer}.mlp", sizes.topk, chosen[f"{layer}.mlp"])
+            x = x + experts(seen, weights, f"{layer}.mlp", sizes.moe, chosen[f"{layer}.mlp"])
         else:
             x = x + mlp(seen, weights, f"{layer}.mlp", sizes.gated)
     x = norm(x, weights, "decoder.final_layernorm", sizes.norm_eps)

@@ -125,9 +125,9 @@ class PlainTraining:
         frozen = [name for name, own in self.optim.components.items() if _within(number, own["frozen"])]
         leaves = {n: w.clone().requires_grad_(_component(n) not in frozen) for n, w in self.weights.items()}
         chosen = {
-            name.removeprefix("llm/").removesuffix(".router.expert_bias"): torch.zeros(len(bias))
-            for name, bias in self.weights.items()
-            if name.endswith("expert_bias")
+            name.removeprefix("llm/").removesuffix(".router.weight"): torch.zeros(len(weight))
+            for name, weight in self.weights.items()
+            if name.endswith(".router.weight")
         }
         found = {source: [torch.zeros(0)] for source in sorted({d.source for d in documents})}
         for each in documents:
@@ -168,8 +168,9 @@ class PlainTraining:
     def _balance(self, chosen: Mapping[str, torch.Tensor]) -> None:
         """Move the bias of each expert towards an equal share (DeepSeek-V3, section 2.1.2)."""
         for layer, tokens in chosen.items():
-            bias = self.weights[f"llm/{layer}.router.expert_bias"]
-            bias += self.llm.bias_update_rate * torch.sign(tokens.mean() - tokens)
+            bias = self.weights.get(f"llm/{layer}.router.expert_bias")
+            if bias is not None:
+                bias += self.llm.moe.bias_update_rate * torch.sign(tokens.mean() - tokens)
 
 
 def _component(name: str) -> str:

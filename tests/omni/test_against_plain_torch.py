@@ -6,7 +6,7 @@ Data, model, learning rates, clipping, decay, freezing and AdamW are held, step 
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +86,17 @@ CASES: dict[str, dict[str, Any]] = {
         "model.llm.moe": MOE,
         "model.llm.head_dim": 24,
         "model.llm.qk_norm": True,
+    },
+    "experts in groups, scaled": {
+        "model.llm.moe": replace(MOE, experts=8, topk=4, groups=4, group_topk=2, scale=2.5),
+    },
+    "experts by a softmax of all, a gate of the shared one": {
+        "model.llm.moe": replace(
+            MOE, score="softmax", bias_update_rate=0.0, normalise=False, scale=1.5, shared_gate=True
+        ),
+    },
+    "experts by a softmax of the chosen": {
+        "model.llm.moe": replace(MOE, score="softmax", bias_update_rate=0.0),
     },
     "experts, the LLM frozen for a while": {
         "model.llm.moe": MOE,
@@ -172,9 +183,8 @@ def shaped(trainer: Trainer, value: Callable[[Owned], torch.Tensor]) -> dict[str
 def sizes(config: Config) -> tuple[SimpleNamespace, SimpleNamespace]:
     """Sizes of the LLM and of the image encoder, under the names of their configuration."""
     llm, vit = config.model.llm, config.model.encoders["image"]
-    moe = {"topk": llm.moe.topk, "bias_update_rate": llm.moe.bias_update_rate}
     return (
-        SimpleNamespace(**{**vars(llm), **moe, "causal": True}),
+        SimpleNamespace(**vars(llm), causal=True),
         SimpleNamespace(
             **{
                 **{"taps": [], "rotary_base": 100.0, "kv_heads": vit["heads"], "causal": False},
