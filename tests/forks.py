@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from processes import heed_signals
-from ranks import server
+from ranks import leave_imports, server
 
 from infra import forkserver
 from infra import launch as infra_launch
@@ -94,6 +94,7 @@ class Fork(forkserver.Forked):
 
 
 def _launched(command: Command, cwd: Path, env: dict[str, str], files: tuple[Path, Path]) -> None:
+    leave_imports()
     os.chdir(cwd)
     heed_signals()
     own: Any = SimpleNamespace(**{**vars(subprocess), "Popen": Fork})

@@ -19,7 +19,7 @@ import torch
 from forks import Launched
 from PIL import Image
 from processes import heed_signals
-from ranks import server
+from ranks import leave_imports, server
 
 from dataloader.format import PLACEHOLDER, Item, Sample
 from dataloader.tokenizer import ByteTokenizer
@@ -181,6 +181,7 @@ def _command(arguments: list[str], cwd: Path, out: Path, err: Path) -> None:
     for number, file in ((1, out), (2, err)):
         with file.open("wb") as stream:
             os.dup2(stream.fileno(), number)
+    leave_imports()
     os.chdir(cwd)
     sys.exit(main(arguments))
 
