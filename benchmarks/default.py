@@ -143,15 +143,19 @@ def missed(table: dict[tuple[str, str, int], dict[str, Row]]) -> Iterator[str]:
             yield f"{where}: {own.cut:.1%} of tokens are cut"
 
 
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
 def arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layout", type=lambda text: text.split(","), default=list(LAYOUTS))
-    parser.add_argument("--trace", type=lambda text: text.split(","), default=list(TRACES))
+    parser.add_argument("--layout", type=_names, default=list(LAYOUTS))
+    parser.add_argument("--trace", type=_names, default=list(TRACES))
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
-    parser.add_argument("--sets", type=lambda text: text.split(","), default=list(BY_HAND), help="by hand")
+    parser.add_argument("--sets", type=_names, default=list(BY_HAND), help='by hand; "": the default alone')
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of a rank")
     parser.add_argument("--domains", type=int, help="plan only so many of them")
