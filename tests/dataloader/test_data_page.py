@@ -96,7 +96,7 @@ def test_samples_are_spread_over_a_dataset_and_a_lost_one_is_named(tmp_path, cap
             writer.add(Sample(f"id-{i}", f"text {i}"))
     assert omni_data("inspect", tmp_path / "set", "--samples", 4, "--html", tmp_path / "page.html") == 0
     assert Page((tmp_path / "page.html").read_text()).texts["h2"] == ["id-0", "id-10", "id-20", "id-30"]
-    assert omni_data("inspect", tmp_path / "no", "--html", tmp_path / "none.html") == 1
+    assert omni_data("inspect", tmp_path / "no", "--html", tmp_path / "none.html") == 2
     assert "is not a dataset" in capsys.readouterr().err
     assert not (tmp_path / "none.html").exists()
 
@@ -127,7 +127,7 @@ def test_what_samples_cost_a_run_is_drawn_where_a_configuration_is_given(tmp_pat
     assert [of for of in titles if "forward" in of] == [
         f"{name}: microseconds of a sample's forward" for name in ("llm", "image")
     ]
-    assert omni_data("inspect", tmp_path / "set", *costs) == 1
+    assert omni_data("inspect", tmp_path / "set", *costs) == 2
     assert "--costs experiment=quickstart: costs are drawn on a page: add --html" in capsys.readouterr().err
 
 

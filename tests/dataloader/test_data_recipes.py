@@ -207,11 +207,11 @@ def test_command_build_inspect_verify(quickstart, tmp_path, capsys):
 
 
 def test_command_errors(tmp_path, capsys):
-    assert omni_data("build", "--from-jsonl", tmp_path / "no.jsonl", "--out", tmp_path / "set") == 1
+    assert omni_data("build", "--from-jsonl", tmp_path / "no.jsonl", "--out", tmp_path / "set") == 2
     assert "no.jsonl" in capsys.readouterr().err
-    assert omni_data("inspect", tmp_path / "no") == 1
+    assert omni_data("inspect", tmp_path / "no") == 2
     assert "is not a dataset" in capsys.readouterr().err
-    assert omni_data("build", "--recipe", "quickstart", "--out", tmp_path, "--tokenizer", "x") == 1
+    assert omni_data("build", "--recipe", "quickstart", "--out", tmp_path, "--tokenizer", "x") == 2
     assert "unknown tokenizer 'x'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as usage:
         omni_data("build", "--out", tmp_path)
@@ -261,7 +261,7 @@ def test_all_bad_lines_are_named_at_once_or_left_out_by_choice(tmp_path, capsys)
     )
     (tmp_path / "torn.jpg").write_bytes(image_bytes(64, 64, "JPEG")[:-200])
     arguments = ("build", "--from-jsonl", file, "--out", tmp_path / "set")
-    assert omni_data(*arguments) == omni_data(*arguments, "--skip-bad", 4) == 1
+    assert omni_data(*arguments) == omni_data(*arguments, "--skip-bad", 4) == 2
     first, second = capsys.readouterr().err.split("omni data build: ")[1:]
     assert "5 of the first 7 lines are bad, more than the 0 that may be left out (--skip-bad)" in first
     for text in (
