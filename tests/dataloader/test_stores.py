@@ -193,10 +193,12 @@ def test_row_groups_of_a_store_that_fails_for_a_while_are_asked_for_again(store,
     parquet_store()
     assert build_index("teststore://bucket/rows", tmp_path / "rows", "parquet")
     reader = PlacedReader(tmp_path / "rows")
-    reader._fetcher = Fetcher(reader._fetcher.storage, reader.files, attempt_s=0.2, deadline_s=0.5)
+    storage = reader._fetcher.storage
+    reader._fetcher = Fetcher(storage, reader.files, attempt_s=10, deadline_s=20)
     opens = {"left": 2, "answer": OSError("503 Slow Down")}
     monkeypatch.setattr(Store, "_open", failing(Store._open, opens))
     assert reader.read(2, True, False).text.startswith("sample 2")
+    reader._fetcher = Fetcher(storage, reader.files, attempt_s=0.2, deadline_s=0.5)
     opens["left"] = 9
     with pytest.raises(UnreadableError, match=r"0.parquet: the store gave nothing in 0.5 s; .*503") as error:
         reader.read(7, True, False)
