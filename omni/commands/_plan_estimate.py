@@ -74,7 +74,7 @@ def on_cluster(config: "Config") -> None:
 def _counted(plans: Iterable["StepPlan"], domains: int) -> Iterator["StepPlan"]:
     """Pass plans on, with signs of life."""
     count = 0
-    with signs_of_life(lambda: f"planned and timed {count} of {domains} domains"):
+    with signs_of_life(lambda: f"planned and timed {count} of at most {domains} domains"):
         for plan in plans:
             yield plan
             count += 1
