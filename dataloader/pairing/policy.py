@@ -23,20 +23,29 @@ class PairingPolicy(Policy):
     and a microbatch of several packs has at most `room` tokens. Packs that are no single long sample find
     room together, one a replica.
 
-    in_order      the packs of a replica pass in their order, as packing wants it that has items encoded with
-                  earlier packs than their sample's
-    decide_filled the same for schedules that fill the pipeline's gaps with encoder work, if another order
-                  suits them better
+    in_order  the packs of a replica pass in their order, as packing wants it that has items encoded with
+              earlier packs than their sample's
+    filled    the same decision for schedules that fill the pipeline's gaps with encoder work, if other
+              orders suit them better: these are planned with the first one, and the quickest of them that
+              fits with each
     """
 
     group: ClassVar[str] = "omni.pairing"
     decide: Decide
     in_order: bool = False
-    decide_filled: Decide | None = None
+    filled: tuple[Decide, ...] = ()
 
-    def __call__(self, packs: Sequence[SampleCosts], room: int, stages: int, filled: bool = False) -> Pairs:
-        """Return the pack of each replica in each microbatch, for a schedule that fills gaps if `filled`."""
-        decide = self.decide_filled if filled and self.decide_filled else self.decide
+    def __call__(self, packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
+        """Return the pack of each replica in each microbatch."""
+        return self._checked(self.decide, packs, room, stages)
+
+    def orders(self, packs: Sequence[SampleCosts], room: int, stages: int) -> tuple[Pairs, ...]:
+        """Return the same for schedules that fill gaps, in each order that may suit them."""
+        decisions = self.filled or (self.decide,)
+        found = (self._checked(decide, packs, room, stages) for decide in decisions)
+        return tuple(dict.fromkeys(found))
+
+    def _checked(self, decide: Decide, packs: Sequence[SampleCosts], room: int, stages: int) -> Pairs:
         with self.asked():
             together = tuple(map(tuple, decide(packs, room, stages)))
         self.require(

@@ -5,7 +5,7 @@ candidates are ranked by the latter, and the former are made in this order, unti
 quicker.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain
@@ -24,14 +24,16 @@ QUARTERS = (3, 2, 1)  # of what encoders hold of a step, that a lean schedule is
 
 def quickest_first(
     planned: Sequence[DomainPlan],
+    in_other_orders: Callable[[int], Iterable[DomainPlan]],
     fits: Callable[[DomainPlan], bool],
-    queued: Callable[[DomainPlan], DomainPlan],
     lean: Iterator[DomainPlan],
+    queued: Callable[[DomainPlan], DomainPlan],
     table: CostTable,
     single_queue: bool,
 ) -> Iterator[DomainPlan]:
     """Yield plans that fit in the order of their simulated times, then `lean` ones and those that do not, all
-    with the lists that `queued` makes of them.
+    with the lists that `queued` makes of them. The quickest candidate that fits is planned
+    `in_other_orders`, too: it is given by its number.
     """
     runs = [run_freely(each, *plan_costs(each, table)) for each in planned]
     queue = [(free.makespan_ns, at, False, free.domain) for at, free in enumerate(runs)]
@@ -44,6 +46,10 @@ def quickest_first(
         elif not fits(made):
             others.append(made)
         else:
+            if len(runs) == len(planned):
+                runs += (run_freely(each, *plan_costs(each, table)) for each in in_other_orders(at))
+                for other in range(len(planned), len(runs)):
+                    heappush(queue, (runs[other].makespan_ns, other, False, runs[other].domain))
             ns, made = _queued(runs[at], table, single_queue)
             heappush(queue, (ns, at, True, made))
     yield from map(queued, chain(lean, others))

@@ -19,11 +19,11 @@ from math import gcd
 
 from dataloader.balance import SampleCosts
 from dataloader.packing import PackingPolicy
-from dataloader.pairing import PairingPolicy
+from dataloader.pairing import PairingPolicy, Pairs
 from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.models.item_layout import LayoutOf, plain_layout
 from omni.planning.candidates import lean_plans, quickest_first
-from omni.planning.microbatches import ReplicaPacks, microbatches_of, packed
+from omni.planning.microbatches import ReplicaPacks, encoded_with, microbatch_of, packed
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import Chunking, Sharing, make_chunks, make_quanta
 from parallel.boundary import Route
@@ -48,6 +48,12 @@ from pipeline.routes import plan_routes
 SHARED_ROOM = 3, 4
 """Share of the room of members that share sequences that a pack of several samples takes at most: where all
 is full, none can take more of the tokens that cost less than others, and all wait for the slowest.
+"""
+
+
+Chunked = Callable[[Pairs, int, bool], DomainPlan]
+"""A domain with chunks, from the packs that pass together, the quanta of each slot, and whether chunks are
+coarse.
 """
 
 
@@ -137,41 +143,41 @@ class DomainPlanner:
         then lean ones, then the others.
         """
         replicas, ranks = self._packed(members, costs), self.arrangement.domain_ranks(number)
-        laid_out = cache(partial(self._laid_out, replicas, costs.tokens.tolist(), metas))
+        lay = cache(partial(microbatch_of, replicas, costs.tokens.tolist(), self.sharing[self.llm]))
+        asked = [own.costs for own in replicas], self._room, self.arrangement.llm.pp
+        in_order = cache(partial(self._in_order, replicas, lay, metas))
         if not train:
-            domain = self._with_routes(self._with_chunks(*laid_out(())), ranks)
+            domain = self._with_routes(self._with_chunks(*in_order(self.pairing(*asked), ())), ranks)
             yield self._with_one_queue(self._with_ops(domain, build_forward_only(domain)))
             return
 
         reductions = self._reductions(frozen)
 
         @cache
-        def with_chunks(filled: bool, quanta: int, coarse: bool) -> DomainPlan:
+        def orders(filled: bool) -> tuple[Pairs, ...]:
+            """The orders of microbatches to try, for a schedule that fills gaps if `filled`."""
+            return self.pairing.orders(*asked) if filled else (self.pairing(*asked),)
+
+        @cache
+        def chunked(pairs: Pairs, quanta: int, coarse: bool) -> DomainPlan:
             """With chunks for a schedule; where these stay where they are, with routes."""
-            made = self._with_chunks(*laid_out(reductions, filled), quanta, coarse)
+            made = self._with_chunks(*in_order(pairs, reductions), quanta, coarse)
             return made if quanta else self._with_routes(made, ranks)
 
-        def chunked(policy: SchedulePolicy, bounded: bool, coarse: bool) -> DomainPlan:
-            filled = policy.fills_gaps and self.pairing.decide_filled is not None
-            microbatches = len(laid_out(reductions, filled)[0].microbatches)
-            return with_chunks(filled, policy.quanta_for(microbatches, bounded), coarse)
+        yield from self._candidates(orders, chunked, ranks, frozenset(frozen), fits)
 
-        yield from self._candidates(chunked, ranks, frozenset(frozen), fits)
-
-    def _laid_out(
+    def _in_order(
         self,
         replicas: Sequence[ReplicaPacks],
-        lengths: Sequence[int],
+        lay: Callable[[Sequence[int | None]], Microbatch],
         metas: Sequence[SampleMeta],
+        pairs: Pairs,
         reductions: tuple[tuple[int, int], ...],
-        filled: bool = False,
     ) -> tuple[DomainPlan, list[int]]:
-        """Make a domain of packs, paired for a schedule that fills gaps if `filled`: its microbatches and
-        items, and for each item the microbatch with which it is encoded.
+        """Make a domain of packs that pass together in this order: its microbatches and items, and for each
+        item the microbatch with which it is encoded.
         """
-        stages = self.arrangement.llm.pp
-        pairs = self.pairing([own.costs for own in replicas], self._room, stages, filled)
-        microbatches, encoded = microbatches_of(replicas, pairs, lengths, self.sharing[self.llm])
+        microbatches, encoded = tuple(map(lay, pairs)), encoded_with(replicas, pairs)
         items = [
             item for m, batch in enumerate(microbatches) for item in self._items(m, batch.samples, metas)
         ]
@@ -196,7 +202,8 @@ class DomainPlanner:
 
     def _candidates(
         self,
-        chunked: Callable[[SchedulePolicy, bool, bool], DomainPlan],
+        orders: Callable[[bool], tuple[Pairs, ...]],
+        chunked: Chunked,
         ranks: Sequence[int],
         frozen: frozenset[str],
         fits: Callable[[DomainPlan], bool],
@@ -204,15 +211,26 @@ class DomainPlanner:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
         parts, pp = self.arrangement.llm.parts, self.arrangement.llm.pp
         candidates = candidates_of(self.schedule, parts, pp, guarded=self.guarded)
-        scheduled = partial(self._scheduled, chunked, ranks, frozen)
+
+        def scheduled(policy: SchedulePolicy, most: int | None = None, at_once: bool = True) -> DomainPlan:
+            pairs = orders(policy.fills_gaps)[0]
+            return self._scheduled(chunked, ranks, frozen, policy, pairs, most, at_once)
+
+        def in_other_orders(number: int) -> Iterator[DomainPlan]:
+            policy = candidates[number]
+            for pairs in orders(policy.fills_gaps)[1:]:
+                yield self._scheduled(chunked, ranks, frozen, policy, pairs)
+
         planned = [scheduled(policy) for policy in candidates]
         apart = [each for each, plan in zip(candidates, planned, strict=True) if _is_at_once(each, plan)]
-        if len(planned) == 1 and not (self.guarded and (self.schedule.lean or apart)):
+        others = self.guarded and (self.schedule.lean or apart)
+        if len(planned) == 1 and not others and len(orders(candidates[0].fills_gaps)) == 1:
             yield self._with_one_queue(planned[0])
             return
         lean = lean_plans(planned[0], lean_of(self.schedule, parts, pp), self.table, scheduled)
         lean = chain((scheduled(policy, at_once=False) for policy in apart), lean)
-        yield from quickest_first(planned, fits, self._with_one_queue, lean, self.table, self.single_queue)
+        one_queue = self._with_one_queue, self.table, self.single_queue
+        yield from quickest_first(planned, in_other_orders, fits, lean, *one_queue)
 
     def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
         """Plan one token more of samples whose sequences a forward pass has left whole on members of the
@@ -244,10 +262,11 @@ class DomainPlanner:
 
     def _scheduled(
         self,
-        chunked: Callable[[SchedulePolicy, bool, bool], DomainPlan],
+        chunked: Chunked,
         ranks: Sequence[int],
         frozen: frozenset[str],
         policy: SchedulePolicy,
+        pairs: Pairs,
         encoder_bytes: int | None = None,
         at_once: bool = True,
     ) -> DomainPlan:
@@ -258,7 +277,7 @@ class DomainPlanner:
         """
         most = min((of for of in (encoder_bytes, self.encoder_bytes) if of is not None), default=None)
         coarse = at_once and most is None and (policy.at_once or policy.fills_gaps)
-        domain = chunked(policy, most is not None, coarse)
+        domain = chunked(pairs, policy.quanta_for(len(pairs), most is not None), coarse)
         domain = replace(domain, bounds=self._bounds(domain, policy, most), schedule=policy.name)
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)

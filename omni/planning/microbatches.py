@@ -35,26 +35,22 @@ def packed(
     return found
 
 
-def microbatches_of(
-    replicas: Sequence[ReplicaPacks], pairs: Pairs, lengths: Sequence[int], sharing: Sharing
-) -> tuple[tuple[Microbatch, ...], dict[int, int]]:
-    """Lay the packs that pass together over the pool. Returns with the microbatches, by sample, the one with
-    which its items are encoded. `lengths` are those of all samples, in tokens.
-    """
+def encoded_with(replicas: Sequence[ReplicaPacks], pairs: Pairs) -> dict[int, int]:
+    """Return for each sample the microbatch with which its items are encoded, of packs that pass together."""
     encoded: dict[int, int] = {}
     for replica, own in enumerate(replicas):
         place = {chosen[replica]: m for m, chosen in enumerate(pairs)}
         for sample, at, with_ in zip(own.samples, pack_of(own.packs), own.encoded_with, strict=True):
             encoded[sample] = min(place[at], place[with_])
-    microbatches = tuple(
-        lay_out(
-            [
-                [] if at is None else [own.samples[i] for i in own.packs[at]]
-                for own, at in zip(replicas, chosen, strict=True)
-            ],
-            lengths,
-            sharing,
-        )
-        for chosen in pairs
-    )
-    return microbatches, encoded
+    return encoded
+
+
+def microbatch_of(
+    replicas: Sequence[ReplicaPacks], lengths: Sequence[int], sharing: Sharing, chosen: Sequence[int | None]
+) -> Microbatch:
+    """Lay the `chosen` pack of each replica over the pool; `lengths` are those of all samples, in tokens."""
+    packs = [
+        [] if at is None else [own.samples[i] for i in own.packs[at]]
+        for own, at in zip(replicas, chosen, strict=True)
+    ]
+    return lay_out(packs, lengths, sharing)

@@ -75,16 +75,26 @@ def test_work_of_the_llm_rises_and_falls_whatever_encoders_take():
     llm = (5, 3, 1, 7, 2, 4, 6)
     packs = [sized([(1, ns, 10 * (at % 3)) for at, ns in enumerate(llm)])]
     assert [llm[at] for (at,) in ALIKE(packs, 10, 2)] == [1, 3, 5, 7, 6, 4, 2]
-    assert ALIKE(packs, 10, 2, filled=True) == ALIKE(packs, 10, 2), "encoders have much to do"
+    assert ALIKE.orders(packs, 10, 2) == (ALIKE(packs, 10, 2),), "encoders have much to do"
     packs = [sized([(1, 10 * ns, at % 3) for at, ns in enumerate(llm)])]
-    assert [llm[at] for (at,) in ALIKE(packs, 10, 2, filled=True)] == [1, 3, 4, 6, 7, 5, 2]
+    (order,) = ALIKE.orders(packs, 10, 2)
+    assert [llm[at] for (at,) in order] == [1, 3, 4, 6, 7, 5, 2]
+
+
+def test_where_gaps_are_filled_the_last_microbatches_have_little_for_encoders():
+    # Work of the LLM and of encoders, by pack: of two neighbours in the LLM's work, the second has more.
+    packs = [sized([(1, 1000 + 10 * at, at % 2) for at in range(10)])]
+    usual, few = ([at for (at,) in order] for order in ALIKE.orders(packs, 10, 2))
+    assert usual == [0, 2, 3, 4, 5, 7, 9, 8, 6, 1]
+    assert few == [1, 2, 3, 4, 5, 7, 9, 8, 6, 0]
 
 
 @pytest.mark.parametrize("count", range(1, 12))
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_where_gaps_are_filled_work_rises_slowly_and_falls_at_the_end(count, stages):
     packs = [sized([(1, ns, 0) for ns in reversed(range(count))])]
-    order = [int(packs[0].ns[at, 0]) for (at,) in ALIKE(packs, 10, stages, filled=True)]
+    (pairs,) = ALIKE.orders(packs, 10, stages)
+    order = [int(packs[0].ns[at, 0]) for (at,) in pairs]
     assert sorted(order) == list(range(count))
     peak = order.index(count - 1)
     assert order[: peak + 1] == sorted(order[: peak + 1])

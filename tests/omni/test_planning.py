@@ -410,8 +410,33 @@ def test_microbatches_are_in_the_order_that_suits_the_schedule(schedule):
         own.verify(plan)
         return [[plan.domain.samples[i].id for i in batch.samples] for batch in plan.domain.microbatches]
 
-    backwards = PairingPolicy("either", pair_in_order, decide_filled=lambda *of: pair_in_order(*of)[::-1])
+    backwards = PairingPolicy("either", pair_in_order, filled=(lambda *of: pair_in_order(*of)[::-1],))
     assert samples(backwards) == samples(IN_ORDER)[:: -1 if schedule.fills_gaps else 1]
+
+
+def test_of_several_orders_for_schedules_that_fill_gaps_the_quickest_is_taken():
+    def in_order(*of):
+        return pair_in_order(*of)
+
+    def backwards(*of):
+        return pair_in_order(*of)[::-1]
+
+    def step_ns(*filled, step):
+        pairing = PairingPolicy("either", pair_in_order, filled=filled)
+        own = planner(
+            world=arrange(Layout(pp=4), {"eye": 1, "ear": 1}, COLOCATED, 0),
+            policies=replace(policies_of(LPT, JOINT), pairing=pairing),
+            table=table(4),
+            budget=Budget(30, 400, None, "drop"),
+        )
+        plan = own.next_step(step, 400 * step, 0)
+        own.verify(plan)
+        return simulate(plan.domain, own.domain.table).makespan_ns
+
+    pairs = [(step_ns(in_order, step=step), step_ns(backwards, step=step)) for step in range(1, 5)]
+    assert any(first > second for first, second in pairs)
+    both = [step_ns(in_order, backwards, step=step) for step in range(1, 5)]
+    assert both == [min(two) for two in pairs]
 
 
 def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refuses_others():

@@ -14,6 +14,7 @@ from pipeline.builders.one_queue.serial import in_orders, serialise
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, ISSUED, Kind, Op
+from pipeline.rules.lists import ENCODES
 from pipeline.simulator import run
 from pipeline.verifier import violations
 
@@ -160,3 +161,19 @@ def test_with_one_queue_a_joint_schedule_keeps_quanta_apart_from_passes() -> Non
 
     assert not any(between(ops) for ops in order_of(one_queue=True))
     assert any(between(ops) for ops in order_of(one_queue=False))
+
+
+def test_ranks_that_pass_together_wait_until_each_has_encoded() -> None:
+    """Two teams of the last stage encode for 100, and for 80, 80 and 5; their first pass may begin at 110. If
+    one has a chunk left then, it encodes that between passes, once the whole pipeline waits for it.
+    """
+    chunk_ns = (100, 80, 80, 5)
+    work = [Work("image", m, (4, 5) if m == 0 else (6, 7), (1,)) for m in range(len(chunk_ns))]
+
+    def compute_ns(rank: int, op: Op) -> int:
+        return chunk_ns[op.index] if op.kind in ENCODES else 10
+
+    domain = make_plan(Shape(2, pool=2, tp=2, party=4, team=2), 4, work, "encode_first").domain
+    for ops in JOINT(domain, Facts((compute_ns, lambda op: 0), one, one_queue=True)):
+        kinds = [op.kind for op in ops]
+        assert Kind.ENCODE not in kinds[kinds.index(Kind.FORWARD) :]

@@ -14,8 +14,9 @@ Barriers, chunks that several units encode together, are encoded as early as the
 once their units have no passes left, or when nothing else can go on.
 
 Where passes stand in one queue with messages, ranks must meet between two ops for each message, and quanta
-between passes would keep others waiting: there units encode `apart`, all quanta before their passes, as far
-as bounds allow, and go back after them. Late stages, which wait for their first pass, still encode longer.
+between passes would keep others waiting: there units encode `apart`, all quanta of a crew before its passes,
+as far as bounds allow, and go back after them. Late stages, which wait for their first pass, still encode
+longer.
 
 A crew that has begun to gather for a pass runs it first; other units that a barrier waits for start nothing
 else. One barrier gathers at a time, so no two wait for each other.
@@ -149,7 +150,7 @@ class _Filling:
         if self.later[unit] and not (back or self.left[crew]):
             back.append(self.later[unit].popleft())
         may_go_back = bool(back) and back[0][0] <= now
-        ready = None if held_up else self.ready_pass(crew, unit, now)
+        ready = None if held_up or self.awaits_quanta(crew) else self.ready_pass(crew, unit, now)
         if ahead:
             first = ahead[0].microbatches[0]
             fits = self.fits(unit, ahead[0])
@@ -169,6 +170,11 @@ class _Filling:
             self.go_back(unit, now)
         if self.running[unit] is None and back and not may_go_back:
             heappush(self.events, (back[0][0], -unit))
+
+    def awaits_quanta(self, crew: int) -> bool:
+        """Whether units of a crew are yet to encode what is to be apart from their passes."""
+        units = self.crews.crews[crew] if self.bounds.apart else ()
+        return any(self.ahead[unit] and self.fits(unit, self.ahead[unit][0]) for unit in units)
 
     def ready_pass(self, crew: int, unit: int, now: int) -> Pass | None:
         """The pass that a crew may run now: the next in order, or the next backward if that is a forward that

@@ -25,7 +25,7 @@ class Moves:
     its nanoseconds. By transfer, `issues` and `uses` say how much compute of the team stands before it
     comes to it and before it waits for it; a receive needs no data, so it may come at once. Receives are
     also listed by place. `last_pass` is the place of the last pass of the LLM, or -1. `computes_together`
-    says whether some of its compute is a transfer as well, `computes_alone` whether some is not.
+    says whether some of its compute is a transfer as well.
     `goes_behind` has by place the reductions that follow a backward at once: if they do so in an order,
     they begin behind it, so many nanoseconds before it ends. `carries` has the backwards that other
     reductions may begin behind, if they follow at once in an order.
@@ -39,7 +39,6 @@ class Moves:
     receives: list[int]
     last_pass: int
     computes_together: bool
-    computes_alone: bool
     goes_behind: dict[int, int]
     carries: dict[int, int]
 
@@ -70,13 +69,13 @@ def _moves(
     goes_behind: dict[int, int] = {}
     carries: dict[int, int] = {}
     before = began = 0
-    last_pass, together, alone = -1, False, False
+    last_pass, together = -1, False
     domain, ops = timeline.domain, timeline.domain.ops[team]
     for at, (op, transfer, end) in enumerate(zip(ops, transfers, ends, strict=True)):
         kind, ns = op.kind, 0
         what = COMPUTE if kind in COMPUTES else _OTHER.get(kind, ISSUE)
         if what == COMPUTE:
-            together, alone = together or transfer is not None, alone or transfer is None
+            together = together or transfer is not None
             ns = end - began if transfer is None else transfer.ns
             if kind is Kind.FORWARD or kind is Kind.BACKWARD:
                 last_pass = at
@@ -101,9 +100,7 @@ def _moves(
         takes.append(ns)
         before += ns
         began = end
-    return Moves(
-        kinds, transfers, takes, issues, uses, receives, last_pass, together, alone, goes_behind, carries
-    )
+    return Moves(kinds, transfers, takes, issues, uses, receives, last_pass, together, goes_behind, carries)
 
 
 def reduced_early(moves: Sequence[Moves], orders: Orders) -> Orders:

@@ -8,12 +8,10 @@ The cure is one order of transfers for all ranks. A simulation of the original l
 starts, and that time is its number; reductions come after everything else, which they would keep waiting for
 ranks that have yet to complete their gradients. Every rank issues its transfers by their numbers; before it
 waits for one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as
-well, and they wait for it where it stands. There a message can go only between two ops of both its ends;
-where much of the compute is of that kind, `rendezvous.py` finds a better order. Of both the one that is
-simulated to take less is returned; where all compute is of that kind, only the second is made. Reductions
-that may go on behind the last backwards follow them at once, in front of everything else, or they go on
-behind the last backward of an encoder, if every team runs its own by itself, if that runs to the end and
-takes less.
+well, and they wait for it where it stands. There a message can go only between two ops of both its ends, and
+`rendezvous.py` finds an order. Reductions that may go on behind the last backwards follow them at once, in
+front of everything else, or they go on behind the last backward of an encoder, if every team runs its own by
+itself, if that runs to the end and takes less.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -52,7 +50,7 @@ def run_freely(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageC
     Raises:
         StuckError: if the lists cannot run to the end.
     """
-    return run(domain, lambda rank, op: max(1, compute_ns(rank, op)), lambda op: max(1, message_ns(op)))
+    return run(domain, lambda rank, op: compute_ns(rank, op) or 1, lambda op: message_ns(op) or 1)
 
 
 def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
@@ -60,12 +58,12 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     moves.
     """
     # No rule of waiting or reducing is best for all lists: the fastest in simulation is kept. In the order of
-    # one run, lists take far longer than that run where all compute stands in the queue.
-    together = any(of.computes_together for of in moves)
-    tried = [meet(moves, patience) for patience in PATIENCE] if together else []
-    if not together or any(of.computes_alone for of in moves):
+    # one run, lists take far longer than that run where compute stands in the queue.
+    if any(of.computes_together for of in moves):
+        tried = [meet(moves, patience) for patience in PATIENCE]
+    else:
         lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
-        tried.insert(0, [_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)])
+        tried = [[_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]]
     best = _fastest(moves, tried)[1] if len(tried) > 1 else 0
     # Reductions that come last change little of what else waits: the best order is best with others, too.
     further = [tried[best]]
