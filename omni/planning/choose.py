@@ -5,6 +5,8 @@ Candidates differ in open keys alone (`omni.planning.choice`); a key that was gi
 and sharing are searched together, then one key after the other: what gains only together is not found. Each
 is prepared as a run is, and the planner and simulator of its steps say what its first steps would take: those
 of the domains that samples load most; of steps with more than `A_REPLICA` samples a replica, with so many.
+Longer steps even out by themselves: the best size of domains is compared on a whole one with the next smaller
+size that gained, unless it is far better.
 Candidates, steps, domains and samples are bounded by count and nothing by time, so the same configuration,
 data and ranks give the same choice on any machine. A run that goes on may be told to choose again, by its
 next steps.
@@ -48,6 +50,8 @@ from omni.planning.choice import (
     with_keys,
 )
 from omni.planning.room import (
+    A_REPLICA,
+    PLANNED,
     SIZES,
     cut_of_longer,
     domain_sizes,
@@ -55,6 +59,8 @@ from omni.planning.room import (
     may_be_cut,
     mean_context,
     microbatch_tokens,
+    planned_long,
+    samples_of_step,
     shortened,
 )
 from omni.planning.run_spec import RunSpec
@@ -163,7 +169,9 @@ def _search(
     """
     short, given = shortened(config, start, lengths, longest), config.data.microbatch_tokens
     cuts = may_be_cut(value_of(config, LLM_SP))
+    samples = samples_of_step(config, lengths, longest) // start.arrangement.llm.dp
     tried: dict[str, Tried] = {}
+    wholes: dict[str, Tried] = {}
 
     def of_size(size: int) -> Iterator[Keys]:
         budget = microbatch_tokens(given, cuts, size, longest)
@@ -186,21 +194,18 @@ def _search(
             tried[name] = attempt(with_keys(short, {**own, LONGEST: longest}), own)
         return tried[name]
 
+    def whole_step(own: Keys) -> Tried:
+        name = text_of(own)
+        if name not in wholes:
+            wholes[name] = attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1)
+        return wholes[name]
+
     first = list(of_size(sizes[0]))
     others = [key for key in (BALANCE, PAIRING) if key in keys and start.arrangement.llm.dp > 1]
     if len(first) == len(sizes) == 1 and not others and not {PACKS, RECOMPUTE, ZERO} & set(keys):
         return Tried(first[0]), []
-    best, worse = None, 0
-    for size in sizes:
-        before = best
-        for own in of_size(size):
-            found = simulated(own)
-            gain = GAIN if size <= max(SIZES[-1], sizes[0]) else LARGE_GAIN
-            best = found if best is None or gains(found, best, gain) else best
-        worse = worse + 1 if best is before else 0
-        if worse == WORSE:
-            break
-    assert best is not None
+    best, sized = _of_best_size(config, start, sizes, samples, of_size, simulated, whole_step)
+    tried |= {text_of(one.keys): one for one in sized}
     size = best.keys.get(DOMAIN, config.layout.domain)
     needed = longest > microbatch_tokens(given, cuts, size, longest)
     for key in (LLM_SP, ENCODER_SP):
@@ -211,26 +216,61 @@ def _search(
         found = simulated({**best.keys, key: _SECOND[key]})
         best = found if gains(found, best) else best
     if {PACKS, PACKING} & set(keys) and (start.arrangement.llm.pp > 1 or best.refused):
-        whole = with_keys(config, {LONGEST: longest})
         starts = [best]
         if longest <= microbatch_tokens(given, cuts, sizes[0], longest):  # the first candidate shares nothing
             plainest = simulated(first[0])
             starts += [plainest] if plainest is not best and not plainest.refused else []
-        best, packed = _packed(whole, starts, attempt)
-        tried |= {text_of(each.keys): each for each in packed}
+        best, packed = _packed(starts, whole_step, start.arrangement.llm.pp > 1)
+        tried |= {text_of(one.keys): one for one in packed}
     return best, list(tried.values())
 
 
-def _packed(config: Config, starts: Sequence[Tried], attempt: Try) -> tuple[Tried, list[Tried]]:
+def _of_best_size(
+    config: Config,
+    start: RunSpec,
+    sizes: Sequence[int],
+    samples: int,
+    of_size: Callable[[int], Iterator[Keys]],
+    simulated: Callable[[Keys], Tried],
+    whole_step: Callable[[Keys], Tried],
+) -> tuple[Tried, list[Tried]]:
+    """Return the best candidate with any size of domains, of `samples` of a replica in a step, and those that
+    stand among others otherwise than they were simulated.
+    """
+    best, worse, gained = None, 0, list[Tried]()
+    for size in sizes:
+        before, long = best, False
+        if best is not None:
+            ranks = size * start.arrangement.world // start.arrangement.llm.dp
+            whole_ns = (best.step_ns or 0) * max(1.0, samples / A_REPLICA)
+            long = planned_long(size * samples, min(ranks, config.cluster.ranks_per_node), whole_ns)
+        if long and size * samples > PLANNED:
+            break
+        for own in of_size(size):
+            found = simulated(own)
+            gain = LARGE_GAIN if long or size > max(SIZES[-1], sizes[0]) else GAIN
+            best = found if best is None or gains(found, best, gain) else best
+        assert best is not None
+        worse = worse + 1 if best is before else 0
+        gained += [best] if best is not before else []
+        if worse == WORSE:
+            break
+    assert best is not None
+    if samples > A_REPLICA and len(gained) > 1 and not gains(best, gained[-2], LARGE_GAIN):
+        smaller, now, then = gained[-2], whole_step(best.keys), whole_step(gained[-2].keys)
+        if not gains(now, then):
+            return smaller, [_as_beside(smaller, then, now)]
+    return best, []
+
+
+def _packed(
+    starts: Sequence[Tried], whole_step: Callable[[Keys], Tried], staged: bool
+) -> tuple[Tried, list[Tried]]:
     """Try smaller packs, of the best candidate and of simpler ones that follow it in `starts`, and of the
     best of these packs that grow, as large or the next larger. How a pipeline fills and empties shows on a
     whole step alone, so the first one is simulated: a candidate stands among the others with as much more or
     less than the best as it takes there.
     """
-
-    def whole_step(own: Keys) -> Tried:
-        return attempt(with_keys(config, own), own, steps=1)
-
     reference = whole_step(starts[0].keys)
     best, least, found = starts[0], reference, list[Tried]()
     for start in starts:
@@ -246,7 +286,7 @@ def _packed(config: Config, starts: Sequence[Tried], attempt: Try) -> tuple[Trie
             worse += 1
             if worse == WORSE or not now.refused:  # while none fits, one more: it may
                 break
-        for plain in (own, larger) if PACKING in start.keys and config.layout.llm.pp > 1 else ():
+        for plain in (own, larger) if PACKING in start.keys and staged else ():
             if plain is not None:
                 other = whole_step({**plain.keys, PACKING: _SECOND[PACKING]})
                 found.append(_as_beside(starts[0], reference, other))

@@ -23,7 +23,14 @@ LARGER = (64, 128, 256)
 they gain `LARGE_GAIN`.
 """
 LINKED = 256  # ranks of a domain at most, where the cluster does not say how many share a rail
-PLANNED = 2048  # samples of a step that a domain plans at most, unless the longest sample needs more replicas
+PLANNED = 2048
+"""Samples of a step that a domain plans at most, unless the longest sample needs more replicas, or planning
+more is not long beside the step.
+"""
+PLAN_NS = 2_000_000  # of a rank, for each sample of a domain, where schedules are compared
+PLAN_SHARE = (
+    0.04  # of a step, that planning takes at most, on average over ranks of a node, which share plans
+)
 A_REPLICA = 64  # samples of a simulated step for each replica, at most
 ROUND = 256  # tokens, of which microbatches that nobody gave have a multiple
 LOOKED = 1 << 16
@@ -42,31 +49,32 @@ def lengths_of(samples: Samples, cursor: int = 0) -> Ints:
 
 def domain_sizes(config: Config, start: RunSpec, lengths: Ints) -> tuple[list[int], int]:
     """The replicas that a domain may have, ascending, all enough for the longest of samples of `lengths`, or
-    for what is given, if any are; and the most tokens that a sample may then have.
+    for what is given, if any are; and the most tokens that a sample may then have. Links alone bound them.
     """
     world, budget = start.arrangement, config.data.microbatch_tokens
     most = config.data.step_tokens or _ANY  # a longer sample would be a step of its own
     longest = config.data.sample_tokens or min(int(lengths.max()), max(most, budget or PASS_TOKENS))
-    count = _samples_of_step(config, lengths, longest)
     dp, least = world.llm.dp, world.replicas
     linked = max(least, (config.cluster.ranks_per_rail or LINKED) * dp // world.world)
-    planned = max(least, PLANNED * dp // max(1, count))
 
     def divisors(limits: Sequence[int], most: int) -> list[int]:
         below = (max(n for n in range(1, limit + 1) if dp % n == 0) for limit in limits)
         return [n for n in dict.fromkeys(max(least, n) for n in below) if n <= most]
 
-    every = divisors((*SIZES, *LARGER), linked)
-    usual = [n for n in every if n <= planned]
-    if config.layout.domain is not None:
-        usual = every = [config.layout.domain]
+    every = divisors((*SIZES, *LARGER), linked) if config.layout.domain is None else [config.layout.domain]
     if budget is None:
-        return usual, max(longest, PASS_TOKENS)
+        return every, max(longest, PASS_TOKENS)
     if longest <= budget or not may_be_cut(value_of(config, LLM_SP)):
-        return usual, budget
+        return every, budget
     enough = next((n for n in every if n * budget >= longest), every[-1])
-    held = enough * budget
-    return [enough, *(n for n in usual if n > enough)], min(held, most)
+    return [n for n in every if n >= enough], min(enough * budget, most)
+
+
+def planned_long(samples: int, sharers: int, step_ns: float) -> bool:
+    """Whether planning a domain of so many samples of a step takes more than `PLAN_SHARE` of it, on average
+    over `sharers`, of which one makes the plan.
+    """
+    return samples * PLAN_NS > PLAN_SHARE * sharers * step_ns
 
 
 def may_be_cut(policy: str) -> bool:
@@ -91,7 +99,7 @@ def mean_context(lengths: Ints) -> int:
 
 def shortened(config: Config, start: RunSpec, lengths: Ints, longest: int) -> Config:
     """The configuration of a run with shorter steps, where they have many samples a replica."""
-    count, most = _samples_of_step(config, lengths, longest), A_REPLICA * start.arrangement.llm.dp
+    count, most = samples_of_step(config, lengths, longest), A_REPLICA * start.arrangement.llm.dp
     keys = ("data.step_tokens", "data.step_samples")
     given = {key: value_of(config, key) for key in keys if value_of(config, key) is not None}
     return with_keys(config, {key: value * min(count, most) // count for key, value in given.items()})
@@ -123,7 +131,7 @@ def cut_of_longer(config: Config, lengths: Ints, held: int) -> str:
     return f"data.on_long={data.on_long}: {said}"
 
 
-def _samples_of_step(config: Config, lengths: Ints, longest: int) -> int:
+def samples_of_step(config: Config, lengths: Ints, longest: int) -> int:
     """About how many samples a step has."""
     data = config.data
     if data.step_tokens is None:
