@@ -28,7 +28,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import _packed
+from omni.planning.choose import _of_best_size, _packed
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
@@ -445,18 +445,56 @@ def test_a_plain_candidate_is_taken_where_smaller_packs_bring_it_more():
     """Of short steps domains of two take less, of a whole one domains of one with packs of a half."""
     whole_steps = {(2, 1): 100, (2, 2): 98, (2, 4): 99, (1, 1): 110, (1, 2): 90, (1, 4): 95}
 
-    def attempt(config, keys, steps):
-        assert steps == 1
-        return Tried(keys, whole_steps[value_of(config, DOMAIN), value_of(config, PACKS)])
+    def whole_step(keys):
+        return Tried(keys, whole_steps[keys[DOMAIN], keys[PACKS]])
 
     best, plain = (Tried({DOMAIN: size, PACKS: 1}, ns) for size, ns in ((2, 50), (1, 60)))
-    chosen, found = _packed(compose_config(KEYS), [best, plain], attempt)
+    chosen, found = _packed([best, plain], whole_step, False)
     assert chosen.keys == {DOMAIN: 1, PACKS: 2}
     assert chosen.step_ns == 45, "as much less than the best as on a whole step"
     assert [each.step_ns for each in found] == [50, 49, 49, 55, 45, 47]
     assert found[0] is best
-    alone, _ = _packed(compose_config(KEYS), [best], attempt)
+    alone, _ = _packed([best], whole_step, False)
     assert alone.keys == {DOMAIN: 2, PACKS: 2}
+
+
+def of_best_size(short_ns, whole_ns, samples=128, step_ns=10**10):
+    """The size of domains that is chosen by what short and whole steps take with each, in units of `step_ns`;
+    the candidates that stand otherwise than by their short step; and which sizes were simulated.
+    """
+    config, start, simulated = compose_config(KEYS), prepared(ranks=8), []
+
+    def short_step(keys):
+        simulated.append(keys[DOMAIN])
+        return Tried(keys, int(short_ns[keys[DOMAIN]] * step_ns))
+
+    def whole_step(keys):
+        return Tried(keys, int(whole_ns[keys[DOMAIN]] * step_ns))
+
+    best, others = _of_best_size(
+        config, start, list(short_ns), samples, lambda size: iter([{DOMAIN: size}]), short_step, whole_step
+    )
+    return best.keys[DOMAIN], {other.keys[DOMAIN]: other.step_ns / step_ns for other in others}, simulated
+
+
+def test_larger_domains_are_compared_on_a_whole_step_which_evens_out_by_itself():
+    """Of short steps domains of 4 take 7 % less than of 2; of whole ones they take 10 % more."""
+    short, whole = {1: 2, 2: 1, 4: 0.93, 8: 0.94}, {2: 2, 4: 2.2}
+    assert of_best_size(short, whole) == (2, {4: 1.1}, [1, 2, 4, 8])
+    assert of_best_size(short, whole, samples=64) == (4, {}, [1, 2, 4, 8]), "a short step is a whole one"
+    assert of_best_size(short, {2: 2.2, 4: 2}) == (4, {}, [1, 2, 4, 8])
+    assert of_best_size({1: 2, 2: 1, 4: 0.85, 8: 0.9}, {}) == (4, {}, [1, 2, 4, 8]), "far better"
+
+
+def test_domains_are_as_large_as_planning_is_short_beside_the_step():
+    """Planning takes 2 ms a sample; the ranks of a node plan together, but no more than the domain has."""
+    short = {1: 1, 2: 0.9, 4: 0.8, 8: 0.7}
+    assert of_best_size(short, {}, samples=512, step_ns=10**9)[2] == [1, 2, 4], "2,048 samples in any case"
+    assert of_best_size(short, {}, samples=512)[2] == [1, 2, 4, 8]
+    close = {1: 1, 2: 0.99, 4: 0.98, 8: 0.97}
+    same = dict.fromkeys(close, 1)
+    assert of_best_size(close, same, samples=64, step_ns=10**8)[0] == 1, "long plans must bring a tenth"
+    assert of_best_size(close, same, samples=64)[0] == 8
 
 
 def test_layers_are_divided_for_the_sequence_that_a_token_is_in_on_average():
