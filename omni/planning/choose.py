@@ -215,6 +215,11 @@ def _search(
     for key in others:
         found = simulated({**best.keys, key: _SECOND[key]})
         best = found if gains(found, best) else best
+    if CONTEXT in best.keys and best.keys[CONTEXT] != ANY_CONTEXT:
+        # Even stages of the LLM need not be best: late ones wait for their first pass, and encode meanwhile.
+        now, other = (whole_step({**best.keys, **of}) for of in ({}, {CONTEXT: ANY_CONTEXT}))
+        tried[text_of(other.keys)] = _as_beside(best, now, other)
+        best = tried[text_of(other.keys)] if gains(other, now, 0) else best  # neither is simpler
     if {PACKS, PACKING} & set(keys) and (start.arrangement.llm.pp > 1 or best.refused):
         starts = [best]
         if longest <= microbatch_tokens(given, cuts, sizes[0], longest):  # the first candidate shares nothing
@@ -239,16 +244,15 @@ def _of_best_size(
     """
     best, worse, gained = None, 0, list[Tried]()
     for size in sizes:
-        before, long = best, False
-        if best is not None:
+        before = best
+        if best is not None and size * samples > PLANNED:
             ranks = size * start.arrangement.world // start.arrangement.llm.dp
             whole_ns = (best.step_ns or 0) * max(1.0, samples / A_REPLICA)
-            long = planned_long(size * samples, min(ranks, config.cluster.ranks_per_node), whole_ns)
-        if long and size * samples > PLANNED:
-            break
+            if planned_long(size * samples, min(ranks, config.cluster.ranks_per_node), whole_ns):
+                break
+        gain = GAIN if size <= max(SIZES[-1], sizes[0]) else LARGE_GAIN
         for own in of_size(size):
             found = simulated(own)
-            gain = LARGE_GAIN if long or size > max(SIZES[-1], sizes[0]) else GAIN
             best = found if best is None or gains(found, best, gain) else best
         assert best is not None
         worse = worse + 1 if best is before else 0
