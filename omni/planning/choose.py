@@ -67,7 +67,7 @@ from omni.planning.run_spec import RunSpec
 from omni.planning.trials import GAIN, Make, gains, tried_out
 from ops.ints import Ints
 from parallel.layout import CONTEXT as ANY_CONTEXT
-from parallel.layout import MOST_ZERO
+from parallel.layout import MOST_ZERO, Arrangement
 
 LARGE_GAIN = 0.1  # of the step, that domains must bring whose plans take a rank long
 WORSE = 2  # sizes of domains, or of packs that do not fit, in a row without a gain, before no other is tried
@@ -204,7 +204,8 @@ def _search(
     others = [key for key in (BALANCE, PAIRING) if key in keys and start.arrangement.llm.dp > 1]
     if len(first) == len(sizes) == 1 and not others and not {PACKS, RECOMPUTE, ZERO} & set(keys):
         return Tried(first[0]), []
-    best, sized = _of_best_size(config, start, sizes, samples, of_size, simulated, whole_step)
+    node = start.arrangement, config.cluster.ranks_per_node
+    best, sized = _of_best_size(*node, sizes, samples, of_size, simulated, whole_step)
     tried |= {text_of(one.keys): one for one in sized}
     size = best.keys.get(DOMAIN, config.layout.domain)
     needed = longest > microbatch_tokens(given, cuts, size, longest)
@@ -231,24 +232,24 @@ def _search(
 
 
 def _of_best_size(
-    config: Config,
-    start: RunSpec,
+    world: Arrangement,
+    per_node: int,
     sizes: Sequence[int],
     samples: int,
     of_size: Callable[[int], Iterator[Keys]],
     simulated: Callable[[Keys], Tried],
     whole_step: Callable[[Keys], Tried],
 ) -> tuple[Tried, list[Tried]]:
-    """Return the best candidate with any size of domains, of `samples` of a replica in a step, and those that
-    stand among others otherwise than they were simulated.
+    """Return the best candidate with any size of domains, where steps have so many `samples` a replica, and
+    those that stand among others otherwise than they were simulated.
     """
     best, worse, gained = None, 0, list[Tried]()
     for size in sizes:
         before = best
         if best is not None and size * samples > PLANNED:
-            ranks = size * start.arrangement.world // start.arrangement.llm.dp
+            ranks = size * world.world // world.llm.dp
             whole_ns = (best.step_ns or 0) * max(1.0, samples / A_REPLICA)
-            if planned_long(size * samples, min(ranks, config.cluster.ranks_per_node), whole_ns):
+            if planned_long(size * samples, min(ranks, per_node), whole_ns):
                 break
         gain = GAIN if size <= max(SIZES[-1], sizes[0]) else LARGE_GAIN
         for own in of_size(size):

@@ -462,7 +462,7 @@ def of_best_size(short_ns, whole_ns, samples=128, step_ns=10**10):
     """The size of domains that is chosen by what short and whole steps take with each, in units of `step_ns`;
     the candidates that stand otherwise than by their short step; and which sizes were simulated.
     """
-    config, start, simulated = compose_config(KEYS), prepared(ranks=8), []
+    world, simulated = prepared(ranks=8).arrangement, []
 
     def short_step(keys):
         simulated.append(keys[DOMAIN])
@@ -472,7 +472,7 @@ def of_best_size(short_ns, whole_ns, samples=128, step_ns=10**10):
         return Tried(keys, int(whole_ns[keys[DOMAIN]] * step_ns))
 
     best, others = _of_best_size(
-        config, start, list(short_ns), samples, lambda size: iter([{DOMAIN: size}]), short_step, whole_step
+        world, 8, list(short_ns), samples, lambda size: iter([{DOMAIN: size}]), short_step, whole_step
     )
     return best.keys[DOMAIN], {other.keys[DOMAIN]: other.step_ns / step_ns for other in others}, simulated
 
