@@ -215,6 +215,9 @@ def _search(
             best = best if gains(best, simpler) else simpler
     for key in others:
         found = simulated({**best.keys, key: _SECOND[key]})
+        if gains(found, best) and samples > A_REPLICA:
+            now, other = whole_step(best.keys), whole_step(found.keys)
+            found = tried[text_of(found.keys)] = _as_beside(best, now, other)
         best = found if gains(found, best) else best
     if CONTEXT in best.keys and best.keys[CONTEXT] != ANY_CONTEXT:
         # Even stages of the LLM need not be best: late ones wait for their first pass, and encode meanwhile.

@@ -14,6 +14,7 @@ from omni.compose import compose_config
 from omni.compose_saved import compose_saved
 from omni.config import ConfigError
 from omni.planning.choice import (
+    BALANCE,
     DOMAIN,
     LONGEST,
     PACKS,
@@ -28,7 +29,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import _of_best_size, _packed
+from omni.planning.choose import _of_best_size, _packed, _search
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
@@ -484,6 +485,21 @@ def test_larger_domains_are_compared_on_a_whole_step_which_evens_out_by_itself()
     assert of_best_size(short, whole, samples=64) == (4, {}, [1, 2, 4, 8]), "a short step is a whole one"
     assert of_best_size(short, {2: 2.2, 4: 2}) == (4, {}, [1, 2, 4, 8])
     assert of_best_size({1: 2, 2: 1, 4: 0.85, 8: 0.9}, {}) == (4, {}, [1, 2, 4, 8]), "far better"
+
+
+@pytest.mark.parametrize("samples, chosen", [(4 * 64, "lpt"), (4 * 65, "two_constraint")])
+def test_a_balance_that_gains_in_a_short_step_is_asked_about_a_whole_one(samples, chosen):
+    """In a short step `lpt` takes a tenth less, in a whole one a tenth more."""
+    config = compose_config([*KEYS, f"data.step_samples={samples}"])
+
+    def attempt(config, keys, steps=4):
+        other = 110 if steps == 1 else 90
+        return Tried(keys, 10**6 * (other if keys[BALANCE] == "lpt" else 100))
+
+    searched = _search(
+        config, open_keys(config), prepared(), [1], MICROBATCH, np.full(8, 9), attempt, "selective", 1
+    )
+    assert searched[0].keys[BALANCE] == chosen
 
 
 def test_domains_are_as_large_as_planning_is_short_beside_the_step():
