@@ -2,7 +2,6 @@
 
 import io
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,6 +12,7 @@ import pyarrow.parquet as pq
 
 from dataloader.shared_files import SharedFiles
 from dataloader.storage import Storage
+from dataloader.within import within
 
 Range = tuple[int, int]  # where it begins, and its bytes
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class Fetcher:
         pause = _PAUSE_S
         while True:
             try:
-                return _within(min(self._attempt_s, max(0.0, end - time.monotonic())), once)
+                return within(min(self._attempt_s, max(0.0, end - time.monotonic())), once)
             except _LASTING:
                 raise
             except Exception as error:  # each store has errors of its own
@@ -217,27 +217,6 @@ def chunk_bytes(group: pq.RowGroupMetaData, columns: Sequence[str]) -> int:
 
 class _ShortError(Exception):
     """A store gave fewer bytes than were asked for."""
-
-
-def _within(seconds: float, call: Callable[[], T]) -> T:
-    """What `call` returns, or TimeoutError. A call that hangs keeps a thread, which ends with the process."""
-    found: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:  # told to who waits
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="fetch", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if raised:
-        raise raised[0]
-    if not found:
-        raise TimeoutError(f"no answer in {seconds:.0f} s")
-    return found[0]
 
 
 def joined(places: Sequence[Range], near: int) -> Iterator[tuple[int, int, list[int]]]:

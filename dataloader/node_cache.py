@@ -9,7 +9,6 @@ lie in a folder of their own. Whoever comes first holds a lock (flock), which en
 others wait. Whatever goes wrong with the folder, such as a full disk, costs what it saves and no more.
 """
 
-import fcntl
 import os
 import shutil
 import stat
@@ -22,6 +21,8 @@ from hashlib import blake2b
 from pathlib import Path
 
 import pyarrow as pa
+
+from dataloader.locks import take
 
 WAIT_S = 120.0  # how long a rank waits for one that makes a table, before it makes it, too
 _LOOK_S = 0.01
@@ -97,23 +98,27 @@ class NodeCache:
     @contextmanager
     def _alone(self, number: int) -> Iterator[None]:
         """Hold a lock, or go on without where it cannot be had in time."""
+        path = self.folder / f"{number}.lock"
         try:
-            handle = os.open(self.folder / f"{number}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             self.tell(error)
             yield
             return
         try:
-            self._wait_for(handle)
+            self._wait_for(handle, path)
             yield
         finally:
             os.close(handle)
 
-    def _wait_for(self, handle: int) -> None:
+    def _wait_for(self, handle: int, path: Path) -> None:
         end = time.monotonic() + WAIT_S
         try:
-            while not _locked(handle) and time.monotonic() < end:
+            while not take(handle, path) and time.monotonic() < end:
                 time.sleep(_LOOK_S)
+        except TimeoutError as error:  # each further table would wait as long
+            self.tell(error)
+            self._most_bytes, self._made = 0, False
         except OSError as error:  # a file system without locks
             self.tell(error)
 
@@ -171,11 +176,3 @@ def make_own(folder: Path) -> None:
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise PermissionError(f"{folder} belongs to another user, or others may write to it")
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

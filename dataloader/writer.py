@@ -1,7 +1,6 @@
 """Writing a dataset: shards, index and manifest, into a folder that appears only when it is complete."""
 
 import errno
-import fcntl
 import os
 import shutil
 from contextlib import suppress
@@ -15,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataloader.format import INDEX_SCHEMA, SHARD_SCHEMA, TURNS, DataError, Sample, validate_sample
+from dataloader.locks import take
 from dataloader.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -225,15 +225,14 @@ def _begin(partial: Path) -> int:
     short is removed. Returns the descriptor that holds the lock. The folder appears with its lock held, so
     that no other build takes it for one that was left.
 
-    Raises DataError if another build is under way.
+    Raises DataError if another build is under way, or the file system does not say whether one is.
     """
     partial.parent.mkdir(parents=True, exist_ok=True)
     new = partial.with_name(f".{partial.name}.{uuid4().hex}")
     new.mkdir()
     lock = os.open(new / INDEX_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    with suppress(OSError):
-        fcntl.flock(lock, fcntl.LOCK_EX)
     try:
+        _take_if_any(lock, new / INDEX_FILE)
         while not _renamed(new, partial):
             if _under_way(partial, remove=True):
                 raise DataError(
@@ -245,6 +244,16 @@ def _begin(partial: Path) -> int:
         shutil.rmtree(new)
         raise
     return lock
+
+
+def _take_if_any(lock: int, path: Path) -> None:
+    """Lock a file that nobody else knows of yet, where the file system has locks."""
+    try:
+        take(lock, path)
+    except TimeoutError as error:
+        raise DataError(str(error)) from error
+    except OSError:
+        pass
 
 
 def _renamed(new: Path, name: Path) -> bool:
@@ -265,13 +274,14 @@ def _under_way(partial: Path, remove: bool = False) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not take(descriptor, partial / INDEX_FILE):
+            return True
         # Another build may have taken its place since it was opened.
         if remove and os.path.samestat(os.fstat(descriptor), os.stat(partial / INDEX_FILE)):
             shutil.rmtree(partial)
     except FileNotFoundError:
         return False
-    except OSError:  # it is held, or nobody can say
+    except OSError:  # nobody can say whether it is held
         return True
     finally:
         os.close(descriptor)

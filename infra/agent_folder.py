@@ -4,7 +4,6 @@ An agent that is killed leaves it. So each holds a lock on a file in its own, wh
 folders that nobody holds are removed by the launcher and by the next agent of the user on this machine.
 """
 
-import fcntl
 import os
 import shutil
 import stat
@@ -12,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from dataloader.locks import take
 
 PREFIX = "omni-agent-"
 _USED = "used"
@@ -24,7 +25,7 @@ def agent_folder() -> Iterator[str]:
         path = Path(folder) / _USED
         with path.with_suffix(".new").open("w") as file:
             with suppress(OSError):  # a file system without locks: then nobody removes the folder either
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                take(file.fileno(), path)
                 os.rename(file.name, path)  # a file of this name has its lock from the first moment on
             yield folder
 
@@ -36,5 +37,5 @@ def remove_unused() -> None:
             found = folder.lstat()
             if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode):
                 with (folder / _USED).open() as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
+                    if take(file.fileno(), folder / _USED):
+                        shutil.rmtree(folder, ignore_errors=True)

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import psutil
 
+from dataloader.within import within
 from infra.launch import LAUNCH_ID
 from infra.run_folder import RunFolder, write_json
-from infra.within import within
 
 FILE = "run.lock"
 ALONE_S = 30.0  # for others to look at a lock and change it, which takes them milliseconds

@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dataloader.within import within
 from infra.json_lines import JsonLines
 from infra.run_folder import RunFolder, set_aside, truncate_after, write_json
 from infra.shard_file import CheckpointError
 from infra.tracker import KINDS, About, Tracker, record
 from infra.tracking_prometheus import start_prometheus
-from infra.within import within
 
 TAKE_S = 30.0  # for a view to take a record, which is milliseconds where its process or disk is not stuck
 FINISH_S = 90.0  # more than W&B takes without a network, less than train.timeout_s, in which peers wait

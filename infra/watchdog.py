@@ -13,8 +13,8 @@ from contextlib import suppress
 from types import FrameType
 from typing import Self, TextIO
 
+from dataloader.within import within
 from infra.screen import beside
-from infra.within import within
 
 EXIT_CODE = 75  # EX_TEMPFAIL: try again
 DESCRIBE_S = 5.0  # how long `describe` may take before the process ends without its answer

@@ -4,7 +4,6 @@ While an index is built, its parts lie in `<out>.partial`: a build that was kill
 together in the order of the files' names, so the index does not depend on who scanned what, or when.
 """
 
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dataloader.format import DataError
+from dataloader.locks import take
 from dataloader.manifest import TextForm, check_files, move_place, read_manifest
 from dataloader.sources.jobs import Each, each
 from dataloader.sources.merge import put_together
@@ -146,15 +146,16 @@ def _held(
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the folder of a build, by the file that builds of datasets hold it by. It is made if need be; of
-    what is there parts stay. Raises DataError if another build holds it.
+    what is there parts stay. Raises DataError if another build holds it, or nobody says whether one does.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / INDEX_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another build of this index is under way: wait for it") from None
+            if not take(lock, folder / INDEX_FILE):
+                raise DataError(f"{folder}: another build of this index is under way: wait for it")
+        except TimeoutError as error:
+            raise DataError(str(error)) from error
         except OSError:  # a file system without locks
             pass
         for left in folder.iterdir():

@@ -458,6 +458,21 @@ def test_a_strangers_manifest_names_files_of_its_folder_alone(tmp_path, change, 
         Index.open(path)
 
 
+def test_a_lock_server_that_does_not_answer_ends_a_build(tmp_path, monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr("dataloader.locks.ANSWER_S", 0.1)
+    monkeypatch.setattr("dataloader.locks.fcntl.flock", lambda *_: never.wait())
+    try:
+        with (
+            pytest.raises(DataError, match=r"said in 0\.1 s whether .*/index\.arrow is locked: mend"),
+            DatasetWriter(tmp_path / "set", BYTES),
+        ):
+            pass
+    finally:
+        never.set()
+    assert not list(tmp_path.iterdir())
+
+
 def test_of_two_builds_of_a_dataset_the_second_is_refused(tmp_path):
     path = tmp_path / "set"
     with DatasetWriter(path, BYTES) as first:

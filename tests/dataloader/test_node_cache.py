@@ -3,6 +3,8 @@
 import errno
 import multiprocessing
 import os
+import re
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,11 +137,26 @@ def test_a_file_system_without_locks_is_said_once_and_ends_nothing(tmp_path, mon
     def without(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr("dataloader.node_cache.fcntl.flock", without)
+    monkeypatch.setattr("dataloader.locks.fcntl.flock", without)
     for number in range(3):
         assert cache.table((number,), lambda: TABLE).equals(TABLE)
         assert cache.table((number,), refuse).equals(TABLE)
     assert ["No locks available" in text for text in said] == [True]
+
+
+def test_a_lock_server_that_does_not_answer_is_waited_for_once(tmp_path, monkeypatch):
+    said, asked, never = [], [], threading.Event()
+    cache = NodeCache(tmp_path, 1 << 20, said.append)
+    monkeypatch.setattr("dataloader.locks.ANSWER_S", 0.2)
+    monkeypatch.setattr("dataloader.locks.fcntl.flock", lambda *_: (asked.append(1), never.wait()))
+    try:
+        for number in range(3):
+            assert cache.table((number,), lambda: TABLE).equals(TABLE)
+    finally:
+        never.set()
+    assert len(asked) == 1
+    (text,) = said
+    assert re.search(r"0\.2 s whether .*\.lock is locked: mend its lock service.*data\.cache_dir", text)
 
 
 def test_half_of_what_is_free_is_left_free(tmp_path, monkeypatch):
