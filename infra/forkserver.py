@@ -34,7 +34,7 @@ from typing import NoReturn
 
 import psutil
 
-from infra.lineage import STARTED_BY, end_with_parent
+from infra.lineage import KILLED_S, STARTED_BY, end_with_parent, unended
 
 START_S = 300.0  # for the server to import: from a shared file system that takes minutes at worst
 _PR_SET_NAME = 15
@@ -91,7 +91,11 @@ class ForkServer:
         """End the server; what it forked stays. Harmless when called twice."""
         self._channel.close()
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(KILLED_S)
+        except subprocess.TimeoutExpired:
+            left = unended("the fork server", [self._process.pid])
+            print(f"agent: {left}", file=sys.stderr, flush=True)
 
 
 class Forked:

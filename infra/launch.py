@@ -18,7 +18,7 @@ import psutil
 
 from infra.agent_folder import remove_unused
 from infra.environment import Place, capability, defaults
-from infra.lineage import STARTED_BY, outlives_parent
+from infra.lineage import KILLED_S, STARTED_BY, outlives_parent, unended
 from infra.run_folder import RunFolder
 from infra.screen import beside
 from parallel.handshake import SECRET, new_secret
@@ -92,11 +92,12 @@ def _run_agent(
     # A session of its own: Ctrl-C in the terminal reaches the agent once, from here, and not by itself.
     agent = subprocess.Popen(command, env=environment, stdout=stream, stderr=stream, start_new_session=True)
     try:
-        return _wait(agent, received, grace_s, parent)
+        _wait(agent, received, grace_s, parent)
     finally:
-        _kill_group(agent)
+        code = _kill_group(agent)
         _end_stragglers(environment[LAUNCH_ID])
         remove_unused()
+    return code
 
 
 def _torchrun(config_path: Path, ranks: int, module: str, max_restarts: int) -> list[str]:
@@ -144,14 +145,16 @@ def environment_of(
     return {**environment, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
 
 
-def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float, parent: int) -> int:
-    """The agent's return code. The first signal is handed on to the agent, which signals the workers, and
-    gives them `grace_s` seconds; a second one gives none. The end of `parent` is taken for SIGHUP.
+def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float, parent: int) -> None:
+    """Wait until the agent has ended, or is to be killed. The first signal is handed on to the agent, which
+    signals the workers, and gives them `grace_s` seconds; a second one gives none. The end of `parent` is
+    taken for SIGHUP.
     """
     kill_at: float | None = None
     while True:
         try:
-            return agent.wait(timeout=0.1)
+            agent.wait(timeout=0.1)
+            return
         except subprocess.TimeoutExpired:
             if not received and outlives_parent(parent):
                 received.append(signal.SIGHUP)
@@ -160,7 +163,7 @@ def _wait(agent: subprocess.Popen[bytes], received: list[int], grace_s: float, p
                 agent.terminate()
                 kill_at = time.monotonic() + grace_s
             if len(received) > 1 or (kill_at is not None and time.monotonic() > kill_at):
-                _kill_group(agent)
+                return
 
 
 @contextmanager
@@ -181,24 +184,33 @@ def noting_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _kill_group(agent: subprocess.Popen[bytes]) -> None:
-    if agent.poll() is None:
-        os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait()
+def _kill_group(agent: subprocess.Popen[bytes]) -> int:
+    """Kill an agent that runs, with its group. Return its code, that of the kill if it does not end."""
+    code = agent.poll()
+    if code is not None:
+        return code
+    os.killpg(agent.pid, signal.SIGKILL)
+    try:
+        return agent.wait(KILLED_S)
+    except subprocess.TimeoutExpired:
+        beside(unended("the agent", [agent.pid]))
+        return -signal.SIGKILL
 
 
 def _end_stragglers(launch_id: str) -> None:
     """End what is left of a launch: workers have their own sessions, so a killed agent leaves them running.
 
-    SIGTERM first: a tracker's writer process still flushes.
+    SIGTERM first: a tracker's writer process still flushes. What does not end is named.
     """
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, seconds in ((signal.SIGTERM, STRAGGLERS_S), (signal.SIGKILL, KILLED_S)):
         for process in _of_launch(launch_id):
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
-        give_up = time.monotonic() + STRAGGLERS_S
-        while _of_launch(launch_id) and time.monotonic() < give_up:
+        give_up = time.monotonic() + seconds
+        while (left := _of_launch(launch_id)) and time.monotonic() < give_up:
             time.sleep(0.1)
+    if left:
+        beside(unended("a process of the launch", [process.pid for process in left]))
 
 
 def _of_launch(launch_id: str) -> list[psutil.Process]:

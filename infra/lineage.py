@@ -12,8 +12,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 STARTED_BY = "OMNI_STARTED_BY"
+KILLED_S = 10.0  # for a process to end after SIGKILL: longer takes one that hangs in a call of the kernel
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 1.0
 
@@ -44,6 +46,16 @@ def outlives_parent(parent: int) -> bool:
     if os.getppid() == parent:
         return False
     return os.getsid(0) != os.getpid() and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+
+
+def unended(what: str, pids: Sequence[int]) -> str:
+    """Say that processes have not ended though they were killed."""
+    numbers = ", ".join(map(str, pids))
+    return (
+        f"{what} has not ended in {KILLED_S:g} s after SIGKILL (process {numbers}): it hangs in a call of the "
+        f"kernel, such as to a file system or a driver that does not answer, and ends when that is mended. "
+        f"Nobody waits for it any longer"
+    )
 
 
 def _watch(parent: int) -> None:

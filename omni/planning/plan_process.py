@@ -30,7 +30,8 @@ import torch
 import torch.distributed as dist
 
 from infra.launch import ENDING
-from infra.lineage import end_with_parent
+from infra.lineage import KILLED_S, end_with_parent, unended
+from infra.screen import beside
 from omni.planning.node_plans import NodePlans
 from omni.planning.planner import Planner
 from parallel.costs import CostTable
@@ -42,6 +43,7 @@ from pipeline.plan import StepPlan
 
 NAME = b"omni-planner"  # as top and ps -L show the process; at most 15 letters
 _PR_SET_NAME = 15
+_LOOK_S = 0.005  # between looks whether the child has ended
 
 
 @dataclass(frozen=True)
@@ -237,22 +239,36 @@ class PlannerProcess:
         if self._pipe.closed:
             return
         os.kill(self.pid, signal.SIGKILL)  # it is ours until it is waited for, below
-        with self._lock:
-            self._pipe.close()
-            os.waitpid(self.pid, 0)
+        if _ends(self.pid):
+            with self._lock:  # whoever asks for a plan learns of the end
+                self._pipe.close()
+                os.waitpid(self.pid, 0)
+        else:
+            beside(unended("this rank's planner process", [self.pid]))
 
     def _end(self) -> str:
         """How the child ended."""
         if self._pipe.closed:
             return "was closed"
-        # Not waited for yet: while it is a zombie, no other process gets its number.
-        status = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-        assert status is not None
+        if (status := _ends(self.pid)) is None:
+            return "has let go of its pipe"
         if status.si_code == os.CLD_EXITED:
             return f"ended with exit code {status.si_status}"
         name = signal.Signals(status.si_status).name
         hint = " (out of memory, if nobody sent it)" if name == "SIGKILL" else ""
         return f"was ended by {name}{hint}"
+
+
+def _ends(pid: int) -> "os.waitid_result | None":
+    """Return how a child ends, None if it does not in KILLED_S seconds. It is not waited for: while it is a
+    zombie, no other process gets its number.
+    """
+    until = time.monotonic() + KILLED_S
+    while (status := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) is None:
+        if time.monotonic() > until:
+            return None
+        time.sleep(_LOOK_S)
+    return status
 
 
 def _check_fork() -> None:

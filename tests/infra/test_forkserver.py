@@ -71,6 +71,17 @@ def test_a_rank_outlives_its_server_and_tells_of_a_signal(serving):
     assert server.start({}) is None
 
 
+def test_a_server_that_no_signal_ends_is_named_and_left(serving, monkeypatch, capfd):
+    monkeypatch.setattr("infra.forkserver.KILLED_S", 0.1)
+    server = serving("import time\ntime.sleep(60)")
+    with monkeypatch.context() as deaf:
+        deaf.setattr("subprocess.Popen.kill", lambda *_: None)
+        server.close()
+    assert f"the fork server has not ended in 10 s after SIGKILL (process {server._process.pid})" in (
+        capfd.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import psutil
 import pytest
 from processes import MARK, end_all, heed_signals, marked
 
-from infra.launch import launch_local
+from infra.launch import LAUNCH_ID, _run_agent, launch_local
 
 # What a worker does, chosen by ACTION; each writes its pid and environment to the run folder first.
 WORKER = """
@@ -237,6 +238,24 @@ def test_a_second_signal_kills_at_once(run_folder):
     assert time.monotonic() - began < 20
     assert launch.returncode == 128 + signal.SIGKILL
     assert still_running(workers) == []
+
+
+def test_processes_that_no_signal_ends_are_named_and_left(monkeypatch, capsys):
+    """As of processes that hang in a call of the kernel: signals are sent and do nothing."""
+    for name in ("KILLED_S", "STRAGGLERS_S"):
+        monkeypatch.setattr(f"infra.launch.{name}", 0.3)
+    environment = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "50", LAUNCH_ID: "that of this test"}
+    with monkeypatch.context() as deaf:
+        deaf.setattr("subprocess.Popen.send_signal", lambda *_: None)
+        deaf.setattr("psutil.Process.send_signal", lambda *_: None)
+        deaf.setattr("os.killpg", lambda *_: None)
+        code = _run_agent(["sleep", "60"], environment, None, [signal.SIGTERM, signal.SIGINT], os.getppid())
+    agent, straggler = capsys.readouterr().err.splitlines()
+    (pid,) = {int(re.search(r"\(process (\d+)\)", line)[1]) for line in (agent, straggler)}
+    os.kill(pid, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert agent.startswith("the agent has not ended")
+    assert straggler.startswith("a process of the launch has not ended")
 
 
 def test_an_agent_that_dies_leaves_no_orphans_and_no_folder(run_folder):

@@ -231,6 +231,21 @@ def test_comparing_plans_waits_for_none_that_has_just_been_begun() -> None:
         ahead.close()
 
 
+def unending(folder: Path) -> None:
+    """A child that no signal ends, as one that hangs in a call of the kernel: it is left, and named."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("omni.planning.plan_process.KILLED_S", 0.1)
+        patch.setattr("omni.planning.plan_process.beside", said.append)
+        process = PlannerProcess(Broken(), timeout_s=60)  # type: ignore[arg-type]
+        patch.setattr("os.kill", lambda *_: None)
+        process.close()
+        process._pipe.close()
+    os.waitpid(process.pid, 0)
+    (text,) = said
+    assert f"planner process has not ended in 10 s after SIGKILL (process {process.pid})" in text
+
+
 # Forks, says the child's number, plans for ever.
 PARENT = """
 import sys
@@ -245,7 +260,7 @@ process(5, 0, 0)
 
 @pytest.mark.parametrize(
     "function",
-    [same_plans, predictions, errors, ends, signals, unsafe, closing_while_it_plans, late],
+    [same_plans, predictions, errors, ends, signals, unsafe, closing_while_it_plans, unending, late],
     ids=lambda function: function.__name__,
 )
 def test_in_a_process_of_its_own(ranks: RankPool, function: Callable[[Path], None], tmp_path: Path) -> None:
