@@ -24,7 +24,7 @@ def take(handle: int, path: Path) -> bool:
         return False
     except TimeoutError as error:
         raise TimeoutError(
-            f"the file system has not said in {ANSWER_S:g} s whether {path} is locked: mend its lock service, "
+            f"the file system has not said in {ANSWER_S:g} s whether {path} is locked: mend its lock service "
             f"or use a folder of another file system"
         ) from error
     return True

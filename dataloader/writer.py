@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType

@@ -52,9 +52,9 @@ def unended(what: str, pids: Sequence[int]) -> str:
     """Say that processes have not ended though they were killed."""
     numbers = ", ".join(map(str, pids))
     return (
-        f"{what} has not ended in {KILLED_S:g} s after SIGKILL (process {numbers}): it hangs in a call of the "
-        f"kernel, such as to a file system or a driver that does not answer, and ends when that is mended. "
-        f"Nobody waits for it any longer"
+        f"{what} has not ended in {KILLED_S:g} s after SIGKILL (process {numbers}): it hangs in a call of "
+        f"the kernel, such as to a file system or a driver that does not answer, and ends when that is "
+        f"mended. Nobody waits for it any longer"
     )
 
 

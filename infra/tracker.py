@@ -6,6 +6,7 @@ from typing import Any
 
 KINDS = ("jsonl", "wandb", "tensorboard")
 MODES = ("auto", "offline", "online")  # of W&B
+TAKE_S = 30.0  # for a view to take a record, which is milliseconds where its process or disk is not stuck
 TIMELINE = "timeline"  # the picture of a recorded step
 
 

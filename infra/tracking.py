@@ -17,10 +17,9 @@ from dataloader.within import within
 from infra.json_lines import JsonLines
 from infra.run_folder import RunFolder, set_aside, truncate_after, write_json
 from infra.shard_file import CheckpointError
-from infra.tracker import KINDS, About, Tracker, record
+from infra.tracker import KINDS, TAKE_S, About, Tracker, record
 from infra.tracking_prometheus import start_prometheus
 
-TAKE_S = 30.0  # for a view to take a record, which is milliseconds where its process or disk is not stuck
 FINISH_S = 90.0  # more than W&B takes without a network, less than train.timeout_s, in which peers wait
 
 logger = logging.getLogger(__name__)

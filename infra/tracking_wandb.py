@@ -12,20 +12,23 @@ import netrc
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import wandb
 
+from dataloader.within import within
 from infra.run_folder import RunFolder, read_metrics, read_summary, set_aside, write_text
 from infra.timelines import TimelineError, drawn, recorded_steps
-from infra.tracker import MODES, TIMELINE, About, Tracker, record
+from infra.tracker import MODES, TAKE_S, TIMELINE, About, Tracker, record
 
 START_S = 60.0
 FINISH_S = 60.0
+REPLAYED = 10  # records of earlier steps that W&B is given at once
 LONGEST_TAG = 64  # for W&B
 
 logger = logging.getLogger(__name__)
@@ -34,7 +37,7 @@ logger = logging.getLogger(__name__)
 def start_wandb(folder: RunFolder, about: About, resumed_from: int | None) -> "WandbTracker":
     """Start or resume the W&B run of this folder; its files go to `<run folder>/wandb`.
 
-    Raises ValueError, within about a minute, if W&B cannot start.
+    Raises ValueError, within about a minute, if W&B cannot start or does not take what was recorded before.
     """
     mode = resolve_mode(about.mode)
     if resumed_from is None or mode == "offline":
@@ -61,7 +64,14 @@ def start_wandb(folder: RunFolder, about: About, resumed_from: int | None) -> "W
     run.define_metric("*", step_metric="progress/step")
     tracker = WandbTracker(run)
     if resumed_from is not None:
-        tracker.replay(folder)
+        try:
+            tracker.replay(folder)
+        except TimeoutError as error:
+            raise ValueError(
+                f"tracking=wandb: {tracker.place} has not taken the next {REPLAYED} records of earlier steps "
+                f"in {TAKE_S:g} s: end its process (wandb-core) if it is stopped, make room on its disk, or "
+                f"choose tracking=jsonl and `omni sync` afterwards"
+            ) from error
     return tracker
 
 
@@ -160,12 +170,26 @@ class WandbTracker(Tracker):
         self.where = "W&B offline (omni sync uploads it)" if run.offline else f"W&B {run.url}"
 
     def replay(self, folder: RunFolder) -> None:
-        """Log the steps of metrics.jsonl that the run does not have yet, with their recorded timelines."""
-        recorded = set(recorded_steps(folder))
-        for earlier in read_metrics(folder.metrics):
+        """Log the steps of metrics.jsonl that the run does not have yet, with their recorded timelines.
+
+        Raises:
+            TimeoutError: if W&B does not take the next REPLAYED in TAKE_S seconds.
+        """
+        lacking = [
+            earlier
+            for earlier in read_metrics(folder.metrics)
+            if int(earlier["progress/step"]) >= self._run.starting_step
+        ]
+        recorded = frozenset(recorded_steps(folder))
+        for first in range(0, len(lacking), REPLAYED):
+            some = lacking[first : first + REPLAYED]
+            within(TAKE_S, partial(self._replay, folder, recorded, some))
+
+    def _replay(
+        self, folder: RunFolder, recorded: frozenset[int], records: Sequence[Mapping[str, float]]
+    ) -> None:
+        for earlier in records:
             step = int(earlier["progress/step"])
-            if step < self._run.starting_step:
-                continue
             if step in recorded:
                 with suppress(TimelineError):  # some rank was ended before it had written
                     self.picture(step, TIMELINE, drawn(folder, step))

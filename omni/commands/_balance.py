@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.commands._out import check_out, make_room
+from omni.commands._out import check_out, make_room, writing
 from omni.commands._shared import add_configuration, signs_of_life
 
 if TYPE_CHECKING:
@@ -151,7 +151,9 @@ def draw(path: Path, step: "Step") -> None:
     from infra.run_folder import write_text
     from pipeline.histograms import svg
 
-    write_text(make_room(path), svg(histograms_of(step)))
+    picture = svg(histograms_of(step))
+    with writing("--draw", path):
+        write_text(make_room(path), picture)
 
 
 def histograms_of(step: "Step") -> list[tuple[str, list[int]]]:

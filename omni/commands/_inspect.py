@@ -7,7 +7,7 @@ from pathlib import Path
 from dataloader.visible import visible
 from omni.commands._datasets import datasets_in, left_out_of
 from omni.commands._index import chosen
-from omni.commands._out import check_out, make_room
+from omni.commands._out import check_out, make_room, writing
 from omni.commands._shared import at_least
 
 _COSTED = 1024  # samples of the step whose costs are drawn
@@ -95,7 +95,8 @@ def _write_page(args: argparse.Namespace) -> int:
     of_each = [get_tokenizer(chosen(args.tokenizer or read_manifest(path).tokenizer)) for path in paths]
     costs = [_costs(path, args.costs) if args.costs else [] for path in paths]
     text = page(list(zip(paths, of_each, costs, strict=True)), args.samples)
-    write_text(make_room(Path(args.html)), text)
+    with writing("--html", args.html):
+        write_text(make_room(Path(args.html)), text)
     print(f"{args.html}: {len(paths)} datasets, {len(text.encode()):,} bytes")
     return 0
 

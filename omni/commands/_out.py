@@ -41,14 +41,17 @@ def writing(option: str, out: str | Path | None) -> Iterator[None]:
     """Write to `out`, if anything: a disk that is full, or takes no file of that size, is told by its place.
 
     Raises:
-        OSError: naming the option and its value.
+        OSError: naming the option, its value and the remedy.
     """
     try:
         yield
     except OSError as error:
         if out is None or error.errno not in _FULL:
             raise
-        raise OSError(f"{option} {out}: cannot be written: {os.strerror(error.errno)}") from error
+        raise OSError(
+            f"{option} {out}: cannot be written: {os.strerror(error.errno)}. Make room there or name another "
+            f"place; what was there is as it was"
+        ) from error
 
 
 def make_room(out: Path) -> Path:

@@ -9,7 +9,7 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omni.commands._out import check_out, make_room
+from omni.commands._out import check_out, make_room, writing
 from omni.commands._shared import check_drawing, signs_of_life, write_drawing
 
 if TYPE_CHECKING:
@@ -53,15 +53,12 @@ def run_search(arguments: argparse.Namespace) -> int:
         with signs_of_life(lambda: f"searching layouts of {ranks:,} ranks"):
             out, best, whole = found_whole(question, ranks)
             others = dict(_others(question, best, ranks))
+        figures = _figures(question, out, best, whole, others, arguments.tokens)
+        print(json.dumps(figures, indent=2) if arguments.json else "\n".join(_lines(figures)), flush=True)
         if arguments.draw:
             _draw(arguments.draw, out.found)
         if arguments.out:
             _write(arguments.out, best.spec.config, ranks, without_data=arguments.trace is not None)
-        figures = _figures(question, out, best, whole, others, arguments.tokens)
-    if arguments.json:
-        print(json.dumps(figures, indent=2))
-    else:
-        print("\n".join(_lines(figures)))
     return 0
 
 
@@ -253,7 +250,6 @@ def _write(path: Path, config: "Config", ranks: int, *, without_data: bool) -> N
     values["launch"]["ranks"] = ranks
     if without_data:
         values["data"]["sources"] = {}
-    write_text(
-        make_room(path),
-        f"# @package _global_\n# Found by omni plan --search.\n{OmegaConf.to_yaml(OmegaConf.create(values))}",
-    )
+    text = OmegaConf.to_yaml(OmegaConf.create(values))
+    with writing("--out", path):
+        write_text(make_room(path), f"# @package _global_\n# Found by omni plan --search.\n{text}")

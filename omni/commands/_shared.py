@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from omni.commands._out import check_out, make_room
+from omni.commands._out import check_out, make_room, writing
 
 if TYPE_CHECKING:
     from pipeline.drawing import Track
@@ -71,7 +71,9 @@ def write_drawing(path: Path, pictures: "Sequence[tuple[str, Sequence[Track]]]")
     from infra.run_folder import write_text
     from pipeline.drawing import svg, trace_events
 
-    write_text(make_room(path), svg(pictures) if path.suffix == ".svg" else trace_events(pictures))
+    text = svg(pictures) if path.suffix == ".svg" else trace_events(pictures)
+    with writing("--draw", path):
+        write_text(make_room(path), text)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from omni.commands._out import check_out, make_room
+from omni.commands._out import check_out, make_room, writing
 from omni.commands._shared import add_configuration, add_trace, signs_of_life
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare and print. Returns 2 for a user's mistake, and where every system is refused."""
+    """Compare and print. Returns 2 for a user's mistake, and where every system is refused, 1 where the page
+    cannot be written.
+    """
     from infra.run_folder import write_text
     from omni.commands._compare_page import page
     from omni.rehearsal.compare import compare
@@ -94,7 +96,12 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(lines(cells)))
     if arguments.html:
-        write_text(make_room(arguments.html), page(cells, " ".join(arguments.overrides)))
+        try:
+            with writing("--html", arguments.html):
+                write_text(make_room(arguments.html), page(cells, " ".join(arguments.overrides)))
+        except OSError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     if all(cell.refused for cell in cells):
         print("error: every system is refused", file=sys.stderr)
         return 2

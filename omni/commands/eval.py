@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from omni.commands._of_checkpoint import add_checkpoint, configured, resolved, run_ranks
-from omni.commands._out import make_room
+from omni.commands._out import make_room, writing
 
 if TYPE_CHECKING:
     from omni.config import Config
@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         spec = resolved(evaluating(configured(arguments)), Task())
         code, result = run_ranks(spec, Task(), parent)
         if arguments.out is not None and result is not None:
-            write_json(make_room(arguments.out), result)
+            with writing("--out", arguments.out):
+                write_json(make_room(arguments.out), result)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omni.commands._of_checkpoint import add_checkpoint, configured, resolved, run_ranks
-from omni.commands._out import make_room
+from omni.commands._out import make_room, writing
 
 if TYPE_CHECKING:
     from dataloader.item_counts import ItemCounts
@@ -67,7 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
         for answer in answers:
             print(_shown(answer), flush=True)
         if arguments.out is not None:
-            write_text(make_room(arguments.out), "".join(map(_line, answers)))
+            with writing("--out", arguments.out):
+                write_text(make_room(arguments.out), "".join(map(_line, answers)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -306,6 +306,23 @@ def test_what_wandb_has_not_taken_in_time_is_said(folder, monkeypatch, caplog):
     assert ended == [0, 1], "its process is ended"
 
 
+def test_wandb_that_takes_no_record_of_earlier_steps_is_refused_with_the_remedy(folder, monkeypatch):
+    tracker = start("jsonl", folder)
+    log_steps(tracker, 1, 3)
+    tracker.finish(0)
+    going_on = threading.Event()
+    monkeypatch.setattr("wandb.init", lambda **keys: _Slow(**keys))
+    monkeypatch.setattr(_Slow, "log", lambda *_, **__: going_on.wait(20))
+    monkeypatch.setattr("infra.tracking_wandb.TAKE_S", 0.2)
+    try:
+        with pytest.raises(
+            ValueError, match=r"example\.org/run has not taken the next 10 .* in 0\.2 s.* tracking=jsonl"
+        ):
+            start("wandb", folder, resumed_from=3, mode="online")
+    finally:
+        going_on.set()
+
+
 def test_mode_auto_is_online_only_with_a_key_for_the_host(tmp_path, monkeypatch):
     assert resolve_mode("auto") == "offline"
     (tmp_path / ".netrc").write_text("machine github.com login a password b\n")
@@ -364,7 +381,7 @@ def test_unknown_kind_and_mode_name_the_choices(folder):
 
 def test_what_never_ends_is_left_alone_in_time():
     never = threading.Event()
-    with pytest.raises(TimeoutError, match="no answer in 0.01 s"):
+    with pytest.raises(TimeoutError, match=r"no answer in 0\.01 s"):
         within(0.01, never.wait)
     never.set()
     with pytest.raises(KeyError):

@@ -3,15 +3,20 @@
 import argparse
 import errno
 import os
+import resource
 from pathlib import Path
 from typing import IO
 
 import pytest
+from small import write_mixed
 
+from infra import run_folder
 from omni.__main__ import main
 from omni.commands._of_checkpoint import configured
 from omni.commands._out import check_out
+from omni.commands._shared import write_drawing
 from omni.config import ConfigError
+from pipeline.drawing import Track
 
 WRITING = (
     ("plan", "--draw", "x.svg"),
@@ -103,6 +108,59 @@ def test_a_disk_that_is_full_is_told_by_the_place_that_was_asked_for(tmp_path, m
     assert main(["data", "trace", "generate", "balanced", "--num", "9", "--out", str(out)]) == 1
     assert (out.read_bytes(), list(tmp_path.iterdir())) == (b"as it was", [out])
     assert f"--out {out}: cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def drawn(out: Path) -> int:
+    write_drawing(out, [("a step", [Track("rank 0", ())] * 9)])
+    return 0
+
+
+def inspected(out: Path) -> int:
+    write_mixed(out.parent / "set")
+    return main(["data", "inspect", str(out.parent / "set"), "--html", str(out)])
+
+
+def compared(out: Path) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("omni.rehearsal.compare.compare", lambda *_: iter(()))
+        return main(["compare", "--trace", "balanced", "cluster=h100", "launch.ranks=8", "--html", str(out)])
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "write"),
+    [
+        ("draw", "x.svg", drawn),
+        ("draw", "x.json", drawn),
+        ("html", "x.html", inspected),
+        ("html", "x.html", compared),
+    ],
+    ids=["svg", "json", "inspect", "compare"],
+)
+def test_a_disk_that_fills_up_while_a_command_works_leaves_what_was_there(
+    tmp_path, monkeypatch, capsys, option, name, write
+):
+    """The largest file that may be written is shrunk when the report is: it then fails as on a full disk."""
+    out = tmp_path / name
+    out.write_text("as it was")
+    write_text = run_folder.write_text
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(path, text):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20, before[1]))
+        try:
+            write_text(path, text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(run_folder, "write_text", full)
+    try:
+        said = f"code {write(out)}: {capsys.readouterr().err}"
+    except OSError as error:
+        said = f"code 1: {error}"
+    assert said.startswith("code 1: ")
+    assert f"--{option} {out}: cannot be written: File too large. Make room there or name another" in said
+    assert out.read_text() == "as it was"
+    assert {path.name for path in tmp_path.iterdir()} <= {name, "set"}
 
 
 def test_what_is_above_a_place_may_be_missing(tmp_path):
