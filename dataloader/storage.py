@@ -5,7 +5,7 @@ file system a write is on the disk when it returns.
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 SYNCED = 256 * 2**20  # bytes that a local file system may hold in memory while a file is written
+REMOVED = 100  # files of a store that are removed at once: many stores take them in one request
 _TAGS = ("ETag", "etag", "md5Hash", "content_md5", "sha256")  # what file systems call a name for content
 
 
@@ -156,10 +157,18 @@ class Storage:
         self.commit(other, self.read(name))
         self.fs.rm_file(self.path(name))
 
-    def remove(self, folder: str, first: str) -> None:
-        """Remove a folder, if it is there, and of all in it the file `first` before the rest."""
+    def remove(self, folder: str, first: str, going_on: Callable[[], object] = lambda: None) -> None:
+        """Remove a folder, if it is there, and of all in it the file `first` before the rest. Many files may
+        take long: `going_on` is called after every one, of a store after every REMOVED.
+        """
         with suppress(FileNotFoundError):
             self.fs.rm_file(self.path(f"{folder}/{first}"))
+        names = [name for name, size in self.sizes(folder).items() if size is not None]
+        at_once = 1 if self.is_local else REMOVED
+        for at in range(0, len(names), at_once):
+            with suppress(FileNotFoundError):
+                self.fs.rm([self.path(f"{folder}/{name}") for name in names[at : at + at_once]])
+            going_on()
         with suppress(FileNotFoundError):
             self.fs.rm(self.path(folder), recursive=True)
 

@@ -66,12 +66,12 @@ def save_checkpoint(
         CheckpointError: on every rank, if the file of any rank could not be written.
     """
     rank, folder = control.rank, folder_of(step)
-    problem = attempt(lambda: storage.remove(folder, first=MANIFEST)) if rank == 0 else None
+    coming = partial(control.coming, SAVING)
+    problem = attempt(lambda: storage.remove(folder, MANIFEST, coming)) if rank == 0 else None
     problem = control.broadcast(SAVING, problem)
     written: list[Written] = []
     size = 0
     if problem is None:
-        coming = partial(control.coming, SAVING)
         problem = attempt(lambda: written.append(write_file(storage, run, step, rank, shard, coming)))
         problem = first_problem(problem, control, SAVING)
         files = control.collect(SAVING, None if problem else astuple(written[0]))
@@ -81,7 +81,11 @@ def save_checkpoint(
                 size = sum(file.bytes for file in every)
                 problem = attempt(lambda: commit(storage, run, step, every, describe))
             if problem is not None:
-                attempt(lambda: storage.remove(folder, first=MANIFEST))
+                attempt(lambda: storage.remove(folder, MANIFEST, coming))
+            elif (left := attempt(lambda: _sweep(storage, step, keep, coming))) is not None:
+                print(f"note: old checkpoints in {storage} could not be removed: {left}", file=sys.stderr)
+        # The others wait until the first rank has swept: it says that it is coming, and they do not go on to
+        # a step in which they would wait for it in vain.
         problem, size = control.broadcast(SAVING, (problem, size))
     if problem is not None:
         good, full = complete(storage), any(os.strerror(number) in problem for number in _FULL)
@@ -89,8 +93,6 @@ def save_checkpoint(
             f"the checkpoint of step {step} could not be saved in {storage}: {problem}. The last good one is "
             f"{folder_of(good[-1]) if good else 'none'}; {'free space' if full else 'mend that'} and resume."
         )
-    if rank == 0 and (problem := attempt(lambda: _sweep(storage, step, keep))) is not None:
-        print(f"note: old checkpoints in {storage} could not be removed: {problem}", file=sys.stderr)
     return size
 
 
@@ -302,15 +304,15 @@ def _folders(storage: Storage) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _sweep(storage: Storage, step: int, keep: Keep) -> None:
+def _sweep(storage: Storage, step: int, keep: Keep, going_on: Callable[[], object]) -> None:
     """After `step` was saved, remove checkpoints that need not be kept, and what is left of saves that were
-    cut short. Those that were set aside stay.
+    cut short. Those that were set aside stay. Calls `going_on` as `Storage.remove` does.
     """
     steps = complete(storage)
     kept = {*steps[-keep.last :], *(s for s in steps if keep.every and s % keep.every == 0), step}
     for old in _folders(storage):
         if old not in kept and not storage.holds(f"{folder_of(old)}/{DAMAGED}"):
-            storage.remove(folder_of(old), first=MANIFEST)
+            storage.remove(folder_of(old), MANIFEST, going_on)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -38,7 +38,8 @@ class Watchdog:
     Before that, and once already after `report_s` seconds of silence if that is sooner, it writes to `out`
     (default stderr) the text of `describe`, which should name the rank, its current op, since when, and whom
     it waits for, and then the stack of every thread. The time the whole process is stopped (a debugger, a
-    suspended job) does not count. `start` or `with` begins. Raises ValueError if a time is not positive.
+    suspended job) does not count. `start` or `with` begins. Where `heeds` is given, another value of it is a
+    beat, too. Raises ValueError if a time is not positive.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Watchdog:
         describe: Callable[[], str],
         out: TextIO | None = None,
         report_s: float | None = None,
+        heeds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         report_s = timeout_s if report_s is None else report_s
         if min(timeout_s, report_s) <= 0:
@@ -58,6 +60,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._report_s = min(report_s, timeout_s)
         self._describe = describe
+        self._heeds = heeds
         # The original stderr: a live progress display replaces sys.stderr by one with a lock.
         self._out = out or sys.__stderr__ or sys.stderr
         self._beats = 0
@@ -88,10 +91,11 @@ class Watchdog:
     def _watch(self) -> None:
         # Silence is counted in polls, not read from a clock: while the process is stopped nobody polls.
         poll_s = min(1.0, self._report_s / 10)
-        beats, silent_polls, reported = self._beats, 0, False
+        seen, silent_polls, reported = (self._beats, self._heeds()), 0, False
         while not self._stopped.wait(poll_s):
-            silent_polls = silent_polls + 1 if beats == self._beats else 0
-            beats, reported = self._beats, reported and silent_polls > 0
+            now = self._beats, self._heeds()
+            silent_polls = silent_polls + 1 if now == seen else 0
+            seen, reported = now, reported and silent_polls > 0
             silent_s = silent_polls * poll_s
             if silent_s >= self._timeout_s:
                 self._end()

@@ -55,6 +55,7 @@ class Saving:
 
     def restore(self) -> int | None:
         """Continue from the last good checkpoint and return its step, or begin and return None."""
+        self.rank.note("the start: loading weights")
         manifest = self.checkpoints.restore(self._check)
         if manifest is None:
             begin(self.spec, self.folder, self.rank, self.control)

@@ -20,6 +20,7 @@ from dataloader.loader import Loader
 from dataloader.node_cache import NodeCache, cache_folder
 from dataloader.shared_files import SharedFiles
 from dataloader.sources.reader import open_reader
+from dataloader.within import within
 from infra.run_folder import RunFolder
 from infra.screen import beside
 from infra.shutdown import StopFlag
@@ -56,6 +57,8 @@ from pipeline.ops import Op
 from pipeline.plan import StepPlan, diff
 from pipeline.stopwatch import Stopwatch
 
+SETTLED_S = 5.0  # how long a run that has failed waits to learn what the step before came to
+
 
 class Trainer:
     """One rank of a run. `run` trains from the folder's last checkpoint, or from the start, to the end.
@@ -78,9 +81,7 @@ class Trainer:
         self.number = rank
         self.where = "start-up"
         self.watch = Stopwatch(device)
-        self.watchdog = Watchdog(
-            self.config.train.timeout_s * 1.5, self.standing, report_s=self.config.health.report_hang_s
-        )
+        self.watchdog = self.watching()
         self.stop = StopFlag()
         self.first = rank == 0
         world = spec.arrangement.world
@@ -119,7 +120,9 @@ class Trainer:
 
     def run(self) -> bool:
         """Train. Returns True when all steps are done, False after saving if a signal asked to stop."""
-        resumed = self.saving.restore()
+        # Ranks that wait for one that reads on do not know of it but from the control plane.
+        with self.watching(heeds=lambda: self.control.came_at):
+            resumed = self.saving.restore()
         if self.step >= self.config.train.steps and self.folder.summary.exists():
             if self.rank.is_first:
                 print(f"run folder {self.folder.path}: all {self.step} steps are done; nothing to train")
@@ -132,6 +135,7 @@ class Trainer:
             self.saving.finishing(report),
             self.ahead() as ahead,
             self.hashing(),
+            self.settling(),
         ):
             profile = Profile(
                 self.config.profile.steps, self.config.train.steps, self.folder.profile, self.number
@@ -163,6 +167,11 @@ class Trainer:
             transcriptions = self.transcribe(report.generating, report.note)
             report.finish(transcriptions, self.control.gather("peaks", peak_memory_bytes()))
         return True
+
+    def watching(self, heeds: Callable[[], float] = lambda: 0.0) -> Watchdog:
+        """A watchdog of this rank."""
+        seconds, report_s = self.config.train.timeout_s * 1.5, self.config.health.report_hang_s
+        return Watchdog(seconds, self.standing, report_s=report_s, heeds=heeds)
 
     def hashing(self) -> contextlib.AbstractContextManager[None]:
         """Hash this rank's part of the files of published weights that the run began with, if it did."""
@@ -297,24 +306,52 @@ class Trainer:
         """Learn what the step that is not settled came to, if there is one, and do what is due after it."""
         if self.unsettled is None:
             return
-        (done, start, stays, loader), self.unsettled = self.unsettled, None
-        step, report, train = done.prepared.plan.step, self.reporter, self.config.train
-        self.count(done)
-        # From its start, but not while the device was still at the step before.
-        step_s = time.perf_counter() - max(start, self.settled_s)
-        self.settled_s = time.perf_counter()
-        # A signal leaves little time: save, and measure another day.
-        heldout = {} if done.totals.stop else self.evaluate(step)
-        if stays:
-            record(self.folder, self.spec, self.rank, done, stays, self.control)
-        report.saved(self.saving.checkpoints.finished())
-        report.loaded(self.files.bytes_read, loader.prepare_s, self.files.cached_bytes)
-        report.step(done, self.rank.optimizer, step_s, heldout, bool(stays))
+        unsettled, self.unsettled = self.unsettled, None
+        done, train, heldout, recorded = unsettled.done, self.config.train, dict[str, float](), False
+        step, step_s = done.prepared.plan.step, self.counted(unsettled)
+        try:
+            # A signal leaves little time: save, and measure another day.
+            heldout = {} if done.totals.stop else self.evaluate(step)
+            if unsettled.stays:
+                record(self.folder, self.spec, self.rank, done, unsettled.stays, self.control)
+                recorded = True
+        finally:  # whatever fails behind a step, it is done
+            self.report(unsettled, step_s, heldout, recorded)
         # All ranks have the same totals: they stop at the same step.
         norms, most = self.rank.optimizer.norms(step, done.totals), self.config.optim.max_skipped
         self.progression.check_updates(done.totals, norms, most)
         self.stopped |= done.totals.stop
         self.save_is_due |= self.stopped or self.is_due(step, train.checkpoint_every or train.steps)
+
+    def counted(self, unsettled: Unsettled) -> float:
+        """Count a step, and return how many seconds it took: from its start, but not while the device was
+        still at the step before.
+        """
+        self.count(unsettled.done)
+        step_s = time.perf_counter() - max(unsettled.start_s, self.settled_s)
+        self.settled_s = time.perf_counter()
+        return step_s
+
+    def report(self, of: Unsettled, step_s: float, heldout: dict[str, float], recorded: bool) -> None:
+        """Report a step that is counted, and what has been saved and loaded meanwhile."""
+        report = self.reporter
+        report.saved(self.saving.checkpoints.finished())
+        report.loaded(self.files.bytes_read, of.loader.prepare_s, self.files.cached_bytes)
+        report.step(of.done, self.rank.optimizer, step_s, heldout, recorded)
+
+    @contextlib.contextmanager
+    def settling(self) -> Iterator[None]:
+        """Where a run fails in a step, report the one before as well, which is not settled then on a GPU."""
+        try:
+            yield
+        except BaseException:
+            if (unsettled := self.unsettled) is not None and self.first:
+                try:
+                    within(SETTLED_S, lambda: unsettled.done.totals)  # a device may be what fails
+                    self.report(unsettled, self.counted(unsettled), {}, recorded=False)
+                except Exception as error:
+                    self.reporter.note(f"step {self.step + 1} was done and is not reported: {error!r}")
+            raise
 
     def standing(self) -> str:
         """Say where this rank is: the watchdog asks, from a thread of its own."""

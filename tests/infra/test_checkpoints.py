@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
 from ranks import RankPool
 
 from dataloader.storage import Storage
@@ -33,6 +34,7 @@ from infra.checkpoint import (
     newest,
     open_shard,
     read_manifest,
+    read_run,
     save_checkpoint,
     set_aside,
     verify,
@@ -395,6 +397,35 @@ def test_a_store_that_takes_nothing_more_ends_the_save_by_name(ranks: RankPool, 
     for ended, _ in ranks.run(2, _save_slowly, str(tmp_path), [0.5, 0.5, 4.5]):
         assert "all ranks waited at saving a checkpoint for rank 1: nothing was sent in 2 s" in ended
     assert complete(Storage.at(tmp_path)) == []
+
+
+def _sweep_slowly(rank: int, root: str) -> tuple[float, int]:
+    """Save where old checkpoints take 0.3 s a file to be removed; say how long that took this rank, and how
+    often it was told that a rank goes on.
+    """
+    storage, told, remove = Storage.at(root), [], LocalFileSystem.rm
+
+    def slow(fs: LocalFileSystem, path: Any, recursive: bool = False) -> None:
+        for of in [path] if isinstance(path, str) else path:
+            time.sleep(0.3 * sum(file.is_file() for file in (Path(of), *Path(of).glob("*"))))
+        remove(fs, path, recursive)
+
+    saver = Saver(storage, read_run(storage) or "", Keep(1), connected(rank, 2, 2))
+    with patch.object(LocalFileSystem, "rm", slow):
+        start = time.monotonic()
+        saver.start(50, shard(rank), {})
+        saver.wait(going_on=lambda: told.append(rank))
+    return time.monotonic() - start, len(told)
+
+
+def test_old_checkpoints_that_take_long_to_remove_are_progress_on_all_ranks(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    storage = written(tmp_path, (10, 20, 30, 40))
+    for seconds, told in ranks.run(2, _sweep_slowly, str(tmp_path)):
+        assert seconds > 4 * 2 * 0.3, "no rank goes on without the first"
+        assert told >= 3
+    assert complete(storage) == [50]
 
 
 def test_a_long_file_is_brought_to_the_disk_as_it_is_written(

@@ -116,6 +116,25 @@ def test_beats_keep_it_quiet_and_stop_ends_it():
     assert done.returncode == 0, done.stderr
 
 
+HEEDING = """
+import time
+from infra.watchdog import Watchdog
+came_at = [0.0]
+with Watchdog(1.0, str, heeds=lambda: came_at[0]):
+    for _ in range(8):
+        time.sleep(0.2)
+        came_at[0] = time.monotonic()
+    print("over", flush=True)
+    time.sleep(20)
+"""
+
+
+def test_another_value_of_what_it_heeds_is_a_beat():
+    process = subprocess.Popen([sys.executable, "-c", HEEDING], stdout=subprocess.PIPE, text=True)
+    assert process.communicate(timeout=30) == ("over\n", None)
+    assert process.returncode == EXIT_CODE
+
+
 SUSPENDED = """
 import time
 from infra.watchdog import Watchdog

@@ -5,6 +5,8 @@ import math
 import re
 import shutil
 import socket
+import threading
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +22,13 @@ from small import overrides, write_mixed
 from dataloader.storage import Storage
 from infra.checkpoint import DAMAGED, CheckpointError, Keep, complete, file_of, folder_of, verify
 from infra.run_folder import RunFolder, read_metrics
+from infra.watchdog import EXIT_CODE
 from omni.__main__ import main
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.prepare import prepare_run
 from omni.rank.build import Rank
+from omni.training import loading
 from omni.training.checkpoints import Checkpoints
 from omni.training.progression import NoUpdateError
 from omni.training.reporter import Silent
@@ -250,6 +254,49 @@ def test_a_last_save_that_goes_on_is_progress_to_the_watchdog() -> None:
     Saving.finish(cast(Saving, saving), Silent())
     assert len(beats) == 3, "and once when it is done"
     assert stands == ["step 4: waiting until the last checkpoint is written"]
+
+
+class Restored(Exception):
+    """The end of a restore, where nothing is to be trained."""
+
+
+def _restores(rank: int, config: Config, hangs: bool) -> list[int]:
+    """Restore from a store that gives each of ten pieces in 0.3 s, or nothing more; with which codes the
+    watchdog would have ended this process.
+    """
+    trainer, codes, go, read = make_trainer(rank, config, 1), list[int](), threading.Event(), loading._read
+
+    def slowly(*given: Any) -> Any:
+        for number, piece in enumerate(read(*given)):
+            if hangs:
+                go.wait(20)
+            time.sleep(0.3 * (number < 10))
+            yield piece
+
+    def restored(*_: Any) -> None:
+        raise Restored
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loading, "_read", slowly)
+        patch.setattr(loading, "spread_weights", restored)
+        patch.setattr("os._exit", lambda code: (codes.append(code), go.set()))
+        with pytest.raises(Restored):
+            trainer.run()
+    return codes
+
+
+def _train_alone(rank: int, config: Config) -> bool:
+    return make_trainer(rank, config, 1).run()
+
+
+def test_a_restore_is_watched_and_may_take_long_while_it_goes_on(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    line = overrides(data, tmp_path, "train.steps=1")
+    ranks.run(1, _train_alone, compose_config(line))
+    config = compose_config([*line, "train.timeout_s=1", "health.report_hang_s=1"])
+    assert ranks.run(1, _restores, config, False) == [[]]
+    assert ranks.run(1, _restores, config, True) == [[EXIT_CODE]]
 
 
 def _refused(rank: int, config: Config) -> str:

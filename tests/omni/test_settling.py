@@ -20,6 +20,7 @@ from omni.compose import compose_config
 from omni.config import Config
 from omni.rank.optimizer import JointOptimizer
 from omni.rank.totals import StepSums
+from omni.training.evaluate import Evaluator
 from omni.training.progression import NoUpdateError
 from omni.training.trainer import Trainer
 from parallel.copies import sum_of_bits
@@ -200,6 +201,44 @@ def _inputs_after(rank: int, config: Config, world: int) -> bool:
 def test_a_step_that_is_not_settled_holds_no_inputs(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     line = overrides(data, tmp_path)
     assert ranks.run(1, _inputs_after, compose_config(line), 1) == [False]
+
+
+def _breaks(rank: int, config: Config, world: int, queues: bool, of: str) -> str:
+    """Train until something fails on all ranks: the passes of step 4, or held-out losses after step 3."""
+    trainer, run, calls = queueing(rank, config, world, queues), Engine.run, []
+
+    def passes(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("the device is gone")
+        return run(*given)
+
+    def losses(*_: Any) -> dict[str, float]:
+        raise RuntimeError("no held-out sample is there")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if of == "passes":
+            patch.setattr(Engine, "run", passes)
+        else:
+            patch.setattr(Evaluator, "losses", losses)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.run()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("of, queues", [("passes", True), ("passes", False), ("losses", True)])
+def test_the_step_before_one_that_fails_has_its_record(
+    ranks: RankPool, data: Path, tmp_path: Path, of: str, queues: bool
+) -> None:
+    keys = (
+        ["train.eval_every=3", f"+data.heldout.mixed={{path: {data}, samples: 2}}"] if of == "losses" else []
+    )
+    whole, broken = (overrides(data, tmp_path / name, "train.steps=5") for name in ("whole", "broken"))
+    ranks.run(1, _train, compose_config(whole), 1, queues)
+    (said,) = ranks.run(1, _breaks, compose_config([*broken, *keys]), 1, queues, of)
+    assert said in ("the device is gone", "no held-out sample is there")
+    losses = [[record["loss/train"] for record in records(tmp_path / name)] for name in ("whole", "broken")]
+    assert losses[1] == losses[0][:3]
 
 
 def _fails(rank: int, config: Config, world: int) -> tuple[int, str]:
