@@ -354,7 +354,7 @@ def _parsed(storage: Storage, name: str, url: str) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise ConfigError(
             f"start.weights={url}: there is no {name} in it. Give a folder of a published model, with "
-            f"{CONFIG} and safetensors"
+            f"{CONFIG} and safetensors; a checkpoint of a run is given by start.checkpoint"
         ) from error
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"start.weights={url}: {name} cannot be read ({error}). Fetch it again") from error

@@ -184,7 +184,8 @@ def check_fingerprint(manifest: Mapping[str, Any], current: Mapping[str, Any], s
         raise CheckpointError(
             f"{storage}/{folder_of(manifest['step'])} was written {what}: {'; '.join(told)}. "
             + ("A dataset that says no hashes gets them by omni data hash. " if unknown else "")
-            + "Restore these values to continue the run, or train in a new run folder."
+            + "Restore these values to continue the run, or train in a new run folder: omni resume RUN --fork"
+            " FOLDER begins one with these weights."
         )
 
 

@@ -32,7 +32,10 @@ def check_start(spec: RunSpec) -> tuple[str, ...]:
     try:
         manifest = read_manifest(*locate(given))
     except (OSError, ValueError, CheckpointError) as error:
-        raise ConfigError(f"start.checkpoint={given} cannot be read: {error}") from error
+        raise ConfigError(
+            f"start.checkpoint={given} cannot be read: {error}. Give a checkpoint of a run, such as "
+            f"runs/NAME/checkpoints/step_00000100: omni checkpoint show RUN lists them"
+        ) from error
     saved, current = manifest["fingerprint"], fingerprint(spec)
     held = shared_components(saved, current, spec.components, given)
     new = new_adapters(saved, current, held)

@@ -1,5 +1,6 @@
 """The device divides, clips and skips by itself: the host learns of a step while it updates."""
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from omni.config import Config
 from omni.rank.optimizer import JointOptimizer
 from omni.rank.totals import StepSums
 from omni.training.trainer import Trainer
+from pipeline.engine import _RunningStep
+from pipeline.ops import Op
 
 LAYOUTS = {
     "dp2": (2, []),
@@ -73,6 +76,40 @@ def test_a_step_whose_norm_is_not_finite_changes_nothing(
     for changed, skipped in ranks.run(world, _skips, compose_config(line), world):
         assert changed == [True, False, True]
         assert skipped == [0, 1, 1]
+
+
+def _spoiled(rank: int, config: Config, world: int) -> list[tuple[bool, int]]:
+    """Whether each of four steps changed anything, and the steps that were skipped so far. In all but the
+    first, the last rank alone has an infinity in a gradient: of the embedding, a norm, an encoder's linear.
+    """
+    trainer = make_trainer(rank, config, world)
+    of = {name: list(component.parameters) for name, component in trainer.rank.components.items()}
+    spoiled, found, reduce = deque[torch.nn.Parameter](), [], _RunningStep.reduce
+
+    def reducing(own: _RunningStep, op: Op) -> None:
+        if spoiled and rank == world - 1:
+            spoiled.pop().main_grad.view(-1)[0] = torch.inf
+        reduce(own, op)
+
+    with pytest.MonkeyPatch.context() as patch, trainer.ahead() as ahead:
+        patch.setattr(_RunningStep, "reduce", reducing)
+        for step, parameter in enumerate((None, of["llm"][0], of["llm"][4], of["image"][2]), start=1):
+            before = held(trainer)
+            spoiled.extend([parameter] if parameter is not None else [])
+            trainer.update(trainer.run_step(trainer.begin(ahead, step)))
+            changed = not all(map(torch.equal, before, held(trainer)))
+            found.append((changed, trainer.progression.skipped_steps))
+    trainer.end()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["layout.llm.tp=2", "layout.llm.cp=2"])
+def test_an_infinity_in_the_gradients_of_one_rank_is_skipped_by_all(
+    ranks: RankPool, data: Path, tmp_path: Path, layout: str
+) -> None:
+    line = overrides(data, tmp_path / "run", "train.steps=4", "health.compare_every=0", layout)
+    expected = [(True, 0), (False, 1), (False, 2), (False, 3)]
+    assert ranks.run(2, _spoiled, compose_config(line), 2) == [expected] * 2
 
 
 def _order(rank: int, config: Config, world: int) -> list[str]:
