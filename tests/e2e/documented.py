@@ -73,29 +73,36 @@ _TINY = (
 _TWO = f"{_TINY} train.steps=2"
 _ONE = "launch.ranks=1"
 
-_FEWER = "launch.ranks=128"
+_FEWER = "launch.ranks=64 data.step_tokens=16384"
 _LLAMA = "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024"
 
 # Appended to those that run by themselves and would take long.
 LESS = {
-    _LLAMA: f"{_FEWER} data.step_tokens=65536",
-    f"{_LLAMA} layout=tp8_pp4,tp8_cp2_pp4".replace("plan", "plan -m"): f"{_FEWER} data.step_tokens=65536",
-    f"{_LLAMA} data.step_tokens=8388608 data.sample_tokens=16384": f"{_FEWER} data.step_tokens=65536",
-    f"{_LLAMA} data.step_tokens=8388608 system=megatron": "data.step_tokens=1048576",
+    _LLAMA: _FEWER,
+    f"{_LLAMA} layout=tp8_pp4,tp8_cp2_pp4".replace("plan", "plan -m"): _FEWER,
+    f"{_LLAMA} data.step_tokens=8388608 data.sample_tokens=16384": _FEWER,
+    f"{_LLAMA} data.step_tokens=8388608 system=megatron": "data.step_tokens=131072",
     f"{_LLAMA} system=multiplexed data.step_tokens=262144,4194304 pipeline=encode_first,joint".replace(
         "plan", "plan -m"
-    ): f"{_FEWER} data.step_tokens=65536,131072",
-    "omni plan --trace data/mine experiment=llama3_70b launch.ranks=1024": f"{_FEWER} data.step_tokens=8192",
+    ): "launch.ranks=64 data.step_tokens=16384,32768",
+    "omni plan --trace data/mine experiment=llama3_70b launch.ranks=1024": f"{_FEWER} data.step_tokens=4096",
+    "omni plan --trace longtail experiment=llama3_70b model=llama3_1b_so400m model/llm=llama3_8b "
+    "launch.ranks=64 layout.llm.tp=1 layout.llm.cp=1 layout.llm.pp=1 layout.domain=8 layout.llm.zero=3 "
+    "model.llm.recompute=none data.step_tokens=2097152 data.sample_tokens=8192 "
+    "data.microbatch_tokens=8192": "data.step_tokens=262144",
+    "omni plan --trace longtail model=qwen2_5_vl_7b '~experiment' cluster=h100 launch.ranks=16 "
+    "layout.llm.tp=2 layout.llm.pp=2 data.microbatch_tokens=8192 data.step_tokens=131072 "
+    "data.on_long=truncate train.steps=1 optim.lr=1e-4": "data.step_tokens=32768",
     "omni plan --trace longtail model=llama3_1b_so400m model/llm=deepseek_v3 model/encoder=internvit_6b "
     "'~experiment' cluster=h100 cluster.memory_bytes=null launch.ranks=64 layout.llm.tp=2 layout.llm.pp=4 "
     "layout.llm.ep=16 data.microbatch_tokens=8192 data.step_tokens=262144 data.on_long=truncate "
-    "train.steps=1 optim.lr=1e-4": "data.step_tokens=65536",
+    "train.steps=1 optim.lr=1e-4": "data.step_tokens=16384",
     "omni compare launch.ranks=4 layout=pp2": "data.step_tokens=2048 --systems megatron,dhp",
     "omni compare --trace longtail --mixtures 1:9,9:1 experiment=llama3_70b layout=tp8_pp4 "
-    "launch.ranks=128 data.step_tokens=2097152": "data.step_tokens=65536 --systems megatron,disttrain",
+    "launch.ranks=128 data.step_tokens=2097152": f"{_FEWER} --systems megatron,disttrain",
     "omni compare --ablate --systems omni --trace longtail --mixtures 1:9,9:1 cluster.memory_bytes=null "
     "experiment=llama3_70b layout=tp8_pp4 launch.ranks=128 "
-    "data.step_tokens=2097152": "launch.ranks=64 data.step_tokens=32768 --mixtures 1:9",
+    "data.step_tokens=2097152": f"{_FEWER} --mixtures 1:9",
     "omni data balance longtail experiment=llama3_70b launch.ranks=1024": "launch.ranks=64",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
     "--draw mine.svg": "launch.ranks=8",

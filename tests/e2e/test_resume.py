@@ -25,10 +25,10 @@ from runs import (
     write,
 )
 
-STEPS = 60
+STEPS = 40
 KEYS = [
     f"train.steps={STEPS}",
-    "train.checkpoint_every=10",
+    "train.checkpoint_every=8",
     "data.step_tokens=512",  # long enough steps that a signal arrives within the run
 ]
 # A source is absent from a step that took none of its samples.
@@ -73,14 +73,14 @@ def test_the_uninterrupted_run_is_what_the_others_are_compared_with(whole):
 
 
 def test_the_newest_checkpoints_are_kept(whole):
-    assert checkpoints(whole) == ["step_00000050", "step_00000060"]
+    assert checkpoints(whole) == ["step_00000032", "step_00000040"]
 
 
 def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not_been(tmp_path, keys, whole):
     run = tmp_path / "run"
     running = start_training([*keys, "launch.ranks=2"], tmp_path)
     try:
-        running.wait_until(lambda: len(steps(run)) >= 22, "step 22")
+        running.wait_until(lambda: len(steps(run)) >= 10, "step 10")
         running.process.send_signal(signal.SIGTERM)
         stopped = running.finish()
     finally:
@@ -88,7 +88,7 @@ def test_a_run_stopped_by_sigterm_continues_as_if_it_had_not_been(tmp_path, keys
     # 128 + n: what the launcher says of a run that a signal ended.
     assert stopped.code == 128 + signal.SIGTERM, stopped.err
     last = steps(run)[-1]
-    assert 22 <= last < STEPS, "the signal came too late for this test"
+    assert 10 <= last < STEPS, "the signal came too late for this test"
     assert f"stopped after step {last}: SIGTERM" in stopped.out
     assert checkpoints(run)[-1] == f"step_{last:08d}", "it saves before it leaves"
 
@@ -111,7 +111,7 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, keys, whole):
     running = start_training([*keys, "launch.ranks=2"], tmp_path)
     try:
         # Between two checkpoints, so that steps are repeated.
-        running.wait_until(lambda: len(steps(run)) >= 24, "step 24")
+        running.wait_until(lambda: len(steps(run)) >= 20, "step 20")
         victims = running.descendants()
         assert len(victims) >= 3, "the agent and two ranks"
         for victim in victims:  # the agent first: it would end the ranks in its own way
@@ -125,15 +125,15 @@ def test_a_killed_run_continues_from_its_last_checkpoint(tmp_path, keys, whole):
     assert all(map(ended, alive))
     reached = steps(run)[-1]
     good = max(int(name.removeprefix("step_")) for name in checkpoints(run))
-    assert 10 <= good < STEPS  # that of step 20 may not be written yet
+    assert 8 <= good < STEPS  # that of step 16 may not be written yet
     # What a save that was cut short leaves: it must not shadow the good one.
-    stray = run / "checkpoints" / "step_00000059"
+    stray = run / "checkpoints" / "step_00000039"
     stray.mkdir()
     (stray / "rank_00000.safetensors").write_bytes(b"half a checkpoint")
     shutil.copy(run / "checkpoints" / f"step_{good:08d}" / "checkpoint.json", stray / "checkpoint.json.tmp")
     # ... and half a line.
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"progress/step": 25, "loss/tr')
+        file.write('{"progress/step": 21, "loss/tr')
 
     continued = train([*keys, "launch.ranks=2"], tmp_path)
     assert continued.code == 0, continued.err
@@ -163,13 +163,13 @@ def copied(whole: Path, tmp_path: Path, step: int | None = None) -> Path:
     ],
 )
 def test_a_checkpoint_continues_under_another_layout(tmp_path, keys, whole, layout):
-    run = copied(whole, tmp_path, 50)
+    run = copied(whole, tmp_path, 32)
     result = train([*keys, *layout], tmp_path)
     assert result.code == 0, result.err
-    assert "continued after step 50" in result.out
+    assert "continued after step 32" in result.out
     records = learnt(run)
     assert [record["progress/step"] for record in records] == list(range(1, STEPS + 1))
-    for ours, theirs in zip(records[50:], learnt(whole)[50:], strict=True):
+    for ours, theirs in zip(records[32:], learnt(whole)[32:], strict=True):
         assert ours.keys() & LOSSES == theirs.keys() & LOSSES
         for key in [*(theirs.keys() & LOSSES), "optim/grad_norm"]:
             assert ours[key] == pytest.approx(theirs[key], rel=1e-4)
@@ -187,7 +187,7 @@ def test_a_run_is_not_continued_under_another_configuration(refused):
     _, result = refused
     assert result.code > 0
     (line,) = set(result.lines_with("optim.lr=0.001"))
-    for word in ("checkpoint: 0.002", "train.seed=5", "step_00000060", "new run folder"):
+    for word in ("checkpoint: 0.002", "train.seed=5", "step_00000040", "new run folder"):
         assert word in line
 
 

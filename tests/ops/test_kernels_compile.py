@@ -115,7 +115,7 @@ def check_adamw(capability: int) -> None:
 
 
 @CAPABILITIES
-@pytest.mark.parametrize("width", [4096, 8192])
+@pytest.mark.parametrize("width", [pytest.param(4096, marks=pytest.mark.slow), 8192])
 def test_norms(compiling: Callable[..., Any], capability: int, width: int) -> None:
     compiling(check_norms, capability, torch.bfloat16, width)
 

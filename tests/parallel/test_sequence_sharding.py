@@ -656,7 +656,7 @@ def attend_cases(rank, world, seeds):
     return worst, seen
 
 
-@pytest.mark.parametrize("first", [0, 120])
+@pytest.mark.parametrize("first", [0, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", [4, 6])
 def test_random_layouts_equal_whole_sequences(ranks, world, first):
     for worst, seen in ranks.run(world, attend_cases, world, range(first, first + 120)):
