@@ -45,6 +45,8 @@ LAYOUTS = {
     "carried": (4, ["layout.llm.pp=2", "cluster.queues=one"]),
     "carried, tp2": (4, ["layout.llm.tp=2", "layout.domain=2", "cluster.queues=one"]),
 }
+# Which are compared with buckets that travel behind nothing, too: what is behind hangs on these.
+COMPARED = ("dp2", "pp2, two parts a stage", "tp2", "one queue", "carried, tp2")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +142,8 @@ def test_buckets_travel_behind_passes_and_change_nothing(
 ) -> None:
     world, keys = LAYOUTS[layout]
     found = {}
-    for name, least, more in (("one", 40_000_000, []), ("many", 400, []), ("apart", 400, [APART])):
+    ways = [("one", 40_000_000, []), ("many", 400, []), ("apart", 400, [APART])]
+    for name, least, more in ways if layout in COMPARED else ways[:2]:
         config = compose_config(overrides(data, tmp_path / name, "train.steps=3", *keys, *more))
         found[name] = ranks.run(world, _train, config, world, least, "carried" in layout)
     for one, many in zip(found["one"], found["many"], strict=True):
@@ -152,7 +155,7 @@ def test_buckets_travel_behind_passes_and_change_nothing(
         # Parts of one layer have little behind it.
         if "layout.llm.parts=2" not in keys and "carried" not in layout:
             assert min(many["behind"]) > 0
-    for apart, many in zip(found["apart"], found["many"], strict=True):
+    for apart, many in zip(found.get("apart", ()), found["many"], strict=False):
         assert apart["losses"] == many["losses"]
         assert apart["counts"] == many["counts"]
         assert not any((*apart["early"], *apart["left"], *apart["behind"], *apart["behind_encoders"]))

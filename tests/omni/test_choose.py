@@ -71,8 +71,15 @@ def step_ns(spec):
     )
 
 
-@pytest.mark.parametrize("ranks, more", [(4, []), (4, ["layout=pp2"]), (8, ["layout=tp2"]), (3, [])])
-@pytest.mark.parametrize("long", [(), (60, 64), (150,)])
+@pytest.mark.parametrize(
+    "ranks, more, long",
+    [
+        (4, [], (60, 64)),
+        (4, ["layout=pp2"], (150,)),
+        (8, ["layout=tp2"], ()),
+        (3, [], (150,)),
+    ],
+)
 def test_no_combination_of_candidates_is_much_better(ranks, more, long):
     trace = trace_of(*long)
     spec = prepared(*more, "pipeline=encode_first", ranks=ranks, trace=trace)
