@@ -104,8 +104,8 @@ class Counted:
     def tokens(self) -> int:
         """Tokens that the passes of this rank have, of all microbatches."""
         domain, arrangement, rank = self.plan.domain, self.spec.arrangement, self.rehearsal.rank
-        member = domain.member(arrangement.domain_ranks(arrangement.domain(rank)).index(rank))
-        return sum(batch.layout.padded_tokens(member, domain.tp) for batch in domain.microbatches)
+        cp_rank = domain.cp_rank(arrangement.domain_ranks(arrangement.domain(rank)).index(rank))
+        return sum(batch.layout.padded_tokens(cp_rank, domain.tp) for batch in domain.microbatches)
 
     @property
     def encoded(self) -> int:

@@ -158,7 +158,7 @@ def _domain(
             Chunk(
                 "image",
                 tuple(sorted({items[n].microbatch for n in numbers})),
-                tuple(range(layout.num_members * tp)),
+                tuple(range(layout.num_cp_ranks * tp)),
                 numbers,
                 layout,
                 ((),) * len(numbers),
@@ -181,7 +181,7 @@ def build(case: Case, policy: SchedulePolicy, room: int | None = None, one_queue
     if not policy.quanta:
         chunks = [
             replace(chunk, ranks=slots[0 if policy is ONE_F_ONE_B else number % stages])
-            if chunk.layout.num_members == 1
+            if chunk.layout.num_cp_ranks == 1
             else chunk
             for number, chunk in enumerate(domain.chunks)
         ]

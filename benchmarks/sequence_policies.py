@@ -96,7 +96,7 @@ def in_step_ns(times: Sequence[RankTime]) -> int:
 def compare(pool: Pool, batches: Sequence[Sequence[int]]) -> dict[str, list[float]]:
     """Print a table of the policies in one pool; return the ratio in turn of each, batch by batch."""
     sequences = statistics.mean(map(len, batches))
-    print(f"\n{pool.num_members} ranks, {len(batches)} batches of {sequences:.0f} sequences on average")
+    print(f"\n{pool.num_cp_ranks} ranks, {len(batches)} batches of {sequences:.0f} sequences on average")
     print(
         f"{'policy':12} {'in turn':>8} {'worst':>7} {'overlapped':>11} {'in step':>8} {'shared':>7} "
         f"{'plan ms':>8}"
@@ -109,7 +109,7 @@ def compare(pool: Pool, batches: Sequence[Sequence[int]]) -> dict[str, list[floa
             layout = policy(lengths, pool)
             spent.append((time.process_time() - start) * 1e3)
             times = rank_times(layout, pool.cost)
-            ideal = int(degree_times(lengths, pool)[:, 0].sum()) / pool.num_members
+            ideal = int(degree_times(lengths, pool)[:, 0].sum()) / pool.num_cp_ranks
             turn.append(max(t.total_ns for t in times) / ideal)
             overlapped.append(max(t.overlapped_ns for t in times) / ideal)
             step.append(in_step_ns(times) / ideal)

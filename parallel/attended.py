@@ -24,10 +24,10 @@ def attended(
     messages: bool = True,
     delta: DeltaHeads | None = None,
 ) -> Attended:
-    """Count what member `rank` of a pack attends to, `tail` padding tokens included, in heads of `shape`, and
-    what layers whose delta nets have the heads `delta` exchange.
+    """Count what cp rank `rank` of a pack attends to, `tail` padding tokens included, in heads of `shape`,
+    and what layers whose delta nets have the heads `delta` exchange.
 
-    Without `messages`, what it sends to each member, lists, adds up and attends late is counted as nothing,
+    Without `messages`, what it sends to each cp rank, lists, adds up and attends late is counted as nothing,
     which takes far less time.
     """
     plan = plan_tiles(layout, tiles, rank, shape, head_dim) if messages else None
@@ -46,7 +46,7 @@ def attended(
         for group in groups
     )
     rows, context = (sum(of) for of in zip((0, 0), *calls, strict=True))
-    nothing = (0,) * layout.num_members
+    nothing = (0,) * layout.num_cp_ranks
     kinds = [shared for shared, _ in pieces]
     apart = sum(of and not before for before, of in pairwise((False, *kinds))) > 1
     if plan is None:
@@ -67,7 +67,7 @@ def attended(
 
 
 def _sent(into: Exchange, out: Exchange) -> tuple[tuple[int, ...], ...]:
-    """Numbers sent to each member in two exchanges, and in the transposes of both."""
+    """Numbers sent to each cp rank in two exchanges, and in the transposes of both."""
     return tuple(
         tuple(0 if to == into.rank else count for to, count in enumerate(side.counts))
         for side in (into.source, out.source, into.target, out.target)

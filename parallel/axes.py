@@ -1,6 +1,6 @@
 """The groups of each component by axis: which ranks they connect, and over which link they talk.
 
-tp        ranks that share layers            pool    members that share sequences
+tp        ranks that share layers            pool    cp ranks that share sequences
 dp_cp     replicas of dense weights          ep      ranks among which experts are divided
 expt_dp   replicas of an expert              embd    the two ends of the pipeline, if both hold the embedding
 tp_dp_cp  all ranks of a stage               pp      the stages of a pipeline

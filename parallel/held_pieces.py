@@ -18,9 +18,9 @@ def pieces_of(layout: SequenceLayout, tiles: Sequence[Sequence[Tile]], rank: int
     """Whether each sequence is shared, and how many of its tokens `rank` holds."""
     pieces = []
     for number, (shards, sequence_tiles) in enumerate(zip(layout.shards, tiles, strict=True)):
-        holders = {shard.member for shard in shards if shard.length}
+        holders = {shard.cp_rank for shard in shards if shard.length}
         assert sequence_tiles or len(holders) <= 1, f"sequence {number} on ranks {holders} has no tiles"
-        held = sum(shard.length for shard in shards if shard.member == rank)
+        held = sum(shard.length for shard in shards if shard.cp_rank == rank)
         pieces.append((bool(sequence_tiles), held))
     return pieces
 

@@ -24,9 +24,9 @@ from parallel.tiles import Tile
 class Sharding:
     """Where the sequences of a pack live, and who attends to which part of those that several ranks share.
 
-    The pack is that of member `rank` of the pool: its shards in order, then `tail` padding tokens. `tp` ranks
-    share its layers. `grids` are those of each item whose tokens are a sequence (frames, rows and columns of
-    its LLM rows), () of one without: what an encoder computes of them, it computes on the host.
+    The pack is that of cp rank `rank` of the pool: its shards in order, then `tail` padding tokens. `tp`
+    ranks share its layers. `grids` are those of each item whose tokens are a sequence (frames, rows and
+    columns of its LLM rows), () of one without: what an encoder computes of them, it computes on the host.
     """
 
     layout: SequenceLayout

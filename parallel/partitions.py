@@ -1,7 +1,7 @@
-"""Matrices that the members of a pool divide among them: ZeRO (Rajbhandari et al., 2020, section 5), stages 2
-and 3.
+"""Matrices that the cp ranks of a pool divide among them: ZeRO (Rajbhandari et al., 2020, section 5), stages
+2 and 3.
 
-Each of the n members of a pool holds a *partition* of a matrix, an n-th of its elements in the order of
+Each of the n cp ranks of a pool holds a *partition* of a matrix, an n-th of its elements in the order of
 memory, with the gradient and the optimizer state of that alone. In ZeRO-3 a matrix is whole only while a pass
 needs it: a forward gathers it, and so does a backward. In ZeRO-2 it stays whole from its first pass in a step
 to the update. In both, gradients are scattered as each backward makes them.
@@ -9,10 +9,10 @@ to the update. In both, gradients are scattered as each backward makes them.
 Matrices are gathered layer by layer, one layer ahead of the pass, and a scatter is waited for when the next
 begins, or the pass ends: both move while products run.
 
-Invariant: all members run the same passes of a part in the same order, and each pass takes every partitioned
+Invariant: all cp ranks run the same passes of a part in the same order, and each pass takes every partitioned
 matrix of a layer once. Plans see to it: ranks that communicate inside layers share their passes' order.
 
-Example: a matrix of 6 × 4 over 2 members. Member 0 holds elements 0 to 11 as a parameter [12, 1], member 1
+Example: a matrix of 6 × 4 over 2 cp ranks. CP rank 0 holds elements 0 to 11 as a parameter [12, 1], cp rank 1
 elements 12 to 23.
 """
 
@@ -44,7 +44,7 @@ def partition_of(parameter: torch.Tensor) -> Partition | None:
 
 
 class PartitionedPart:
-    """The partitioned matrices of one part of a component on one member of `group`.
+    """The partitioned matrices of one part of a component on one cp rank of `group`.
 
     In ZeRO-2 matrices stay whole until `forget`. Where layers are `recomputed`, what a recomputation has
     gathered serves the backward that it was made for.
@@ -62,7 +62,7 @@ class PartitionedPart:
         self.leaving: tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def divide(self, linears: Iterable[torch.nn.Module]) -> None:
-        """Replace the weights of the next layer's `linears` by this member's partitions. One that has no
+        """Replace the weights of the next layer's `linears` by this cp rank's partitions. One that has no
         equal partitions stays whole.
         """
         own: list[torch.nn.Module] = []
@@ -121,7 +121,7 @@ class PartitionedPart:
             own[number] = matrix, work
 
     def scatter(self, weight: torch.nn.Parameter, gradient: torch.Tensor) -> None:
-        """Sum the gradient [as the whole matrix], fp32, over the members and add this one's part to the
+        """Sum the gradient [as the whole matrix], fp32, over the cp ranks and add this one's part to the
         `main_grad` of its partition. It is under way until the next one's turn, or `settle`.
         """
         self.settle()

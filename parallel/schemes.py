@@ -39,8 +39,8 @@ class SequenceCost:
     `head_bytes`. Layers whose attention never leaves a rank, such as those of windows that no cut divides,
     belong to `token_fs`.
 
-    Members exchange with those of other nodes over `link`, and with those of their own, of which each
-    member's is given by number in `nodes`, over `inside`. Without nodes there is one link.
+    CP ranks exchange with those of other nodes over `link`, and with those of their own, of which each
+    cp rank's is given by number in `nodes`, over `inside`. Without nodes there is one link.
     """
 
     shape: AttentionShape
@@ -54,26 +54,26 @@ class SequenceCost:
 
     @cached_property
     def far(self) -> "SequenceCost":
-        """The cost of sequences whose members are on several nodes, whichever these are."""
+        """The cost of sequences whose cp ranks are on several nodes, whichever these are."""
         return replace(self, nodes=())
 
     @cached_property
     def near(self) -> "SequenceCost":
-        """The cost of sequences whose members are on one node."""
+        """The cost of sequences whose cp ranks are on one node."""
         return replace(self, link=self.inside or self.link, inside=None, nodes=())
 
-    def over(self, members: Collection[int]) -> "SequenceCost":
-        """The cost of a sequence that these members share."""
+    def over(self, cp_ranks: Collection[int]) -> "SequenceCost":
+        """The cost of a sequence that these cp ranks share."""
         if not self.nodes:
             return self
-        return self.near if len({self.nodes[member] for member in members}) == 1 else self.far
+        return self.near if len({self.nodes[cp_rank] for cp_rank in cp_ranks}) == 1 else self.far
 
-    def places(self, members: Collection[int]) -> tuple[int, ...]:
-        """The node of each of some members, numbered from 0 on; () where one link serves all: they are on one
-        node, or each on its own.
+    def places(self, cp_ranks: Collection[int]) -> tuple[int, ...]:
+        """The node of each of some cp ranks, numbered from 0 on; () where one link serves all: they are on
+        one node, or each on its own.
         """
         numbers: dict[int, int] = {}
-        found = [numbers.setdefault(self.nodes[m], len(numbers)) for m in members] if self.nodes else []
+        found = [numbers.setdefault(self.nodes[m], len(numbers)) for m in cp_ranks] if self.nodes else []
         return tuple(found) if 1 < len(numbers) < len(found) else ()
 
     def linear_ns(self, tokens: int) -> int:
@@ -107,7 +107,7 @@ def sequence_cost(
     nodes: tuple[int, ...] = (),
 ) -> SequenceCost:
     """Take the costs of `part` from a table; `head_bytes` is H times the bytes of a number, and sequences are
-    exchanged over `link`, or `inside` those `nodes` whose members share one alone.
+    exchanged over `link`, or `inside` those `nodes` whose cp ranks share one alone.
     """
     work = table.parts[part]
     forward = work.laws.forward
@@ -119,11 +119,11 @@ def sequence_cost(
 def scheme_tiles(
     shards: Sequence[Shard], shape: AttentionShape, nodes: Sequence[int] = ()
 ) -> Iterator[tuple[str, tuple[Tile, ...]]]:
-    """Yield the schemes worth trying and their tiles, in the order that decides ties; members are on `nodes`,
-    if on several.
+    """Yield the schemes worth trying and their tiles, in the order that decides ties; cp ranks are on
+    `nodes`, if on several.
 
     The head ways of a hybrid divide the degree, so that its blocks are equal, or are the key/value heads. A
-    sequence of which members hold several runs has no neighbours to make blocks of.
+    sequence of which cp ranks hold several runs has no neighbours to make blocks of.
     """
     degree = len(shards)
     yield "ulysses", ulysses_tiles(shards, shape)
@@ -131,7 +131,7 @@ def scheme_tiles(
     if nodes:
         yield "nodes", node_tiles(shards, shape, nodes, whole=True)
         yield "balanced nodes", node_tiles(shards, shape, nodes, whole=False)
-    if degree > len({shard.member for shard in shards}):
+    if degree > len({shard.cp_rank for shard in shards}):
         yield "balanced", balanced_tiles(shards, shape)
         return
     for ways in range(2, degree):
@@ -158,7 +158,7 @@ def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, 
     """Time that each rank's exchanges take in the forward pass of one layer, with the tiles that
     `choose_tiles` gives; empty if nothing is shared.
     """
-    exchanges = Exchanges(cost, layout.num_members)
+    exchanges = Exchanges(cost, layout.num_cp_ranks)
     for shards in layout.shards:
         if found := choose_tiling(shards, cost):
             exchanges.add(*found)
@@ -167,14 +167,14 @@ def layer_exchange_ns(layout: SequenceLayout, cost: SequenceCost) -> tuple[int, 
 
 
 class Exchanges:
-    """What `num_members` ranks exchange of the sequences that they share, by the link that it goes over: that
-    inside a node, or that between nodes.
+    """What `num_cp_ranks` ranks exchange of the sequences that they share, by the link that it goes over:
+    that inside a node, or that between nodes.
 
     Both work at the same time, so a rank waits for the slower one.
     """
 
-    def __init__(self, cost: SequenceCost, num_members: int) -> None:
-        self.cost, self.num_members = cost, num_members
+    def __init__(self, cost: SequenceCost, num_cp_ranks: int) -> None:
+        self.cost, self.num_cp_ranks = cost, num_cp_ranks
         self.volumes: dict[Link, Table] = {}
 
     def add(self, ranks: list[int], tiling: "Tiling") -> None:
@@ -185,14 +185,14 @@ class Exchanges:
             self._add(cost.inside, ranks, tiling.volumes - tiling.leaving)
 
     def _add(self, link: Link, ranks: list[int], volumes: Table) -> None:
-        own = self.volumes.setdefault(link, np.zeros((self.num_members, 4), np.int64))
+        own = self.volumes.setdefault(link, np.zeros((self.num_cp_ranks, 4), np.int64))
         own[ranks] += volumes
 
     def ns(self, layers: int) -> list[int]:
         """Time of each rank's exchanges in the forward pass of so many layers: in each of them one goes in
         and one out, each of a latency and the bytes of the busier direction of the rank's link.
         """
-        longest = [0] * self.num_members
+        longest = [0] * self.num_cp_ranks
         for link, volumes in self.volumes.items():
             rows, shares = busier(volumes).tolist(), (volumes.sum(1) > 0).tolist()
             for rank, (count, takes_part) in enumerate(zip(rows, shares, strict=True)):
@@ -215,7 +215,7 @@ def choose_tiles(shards: Sequence[Shard], cost: SequenceCost) -> tuple[Tile, ...
         return ()
     ranks, tiling = found
     tiles = tuple(
-        Tile(ranks[t.member], t.head_start, t.head_count, t.row_start, t.row_count) for t in tiling.tiles
+        Tile(ranks[t.cp_rank], t.head_start, t.head_count, t.row_start, t.row_count) for t in tiling.tiles
     )
     check_tiles(tiles, sum(s.length for s in shards), cost.shape)
     return tiles
@@ -229,7 +229,7 @@ def choose_tiling(shards: Sequence[Shard], cost: SequenceCost) -> tuple[list[int
         return None
     held = [s for s in shards if s.length]
     numbers: dict[int, int] = {}
-    pieces = tuple((numbers.setdefault(s.member, len(numbers)), s.length) for s in held)
+    pieces = tuple((numbers.setdefault(s.cp_rank, len(numbers)), s.length) for s in held)
     if len(numbers) == 1:
         return None
     return list(numbers), _tiling_of(pieces, cost.over(numbers), cost.places(numbers))
@@ -250,7 +250,7 @@ def _tiling_of(pieces: tuple[tuple[int, int], ...], cost: SequenceCost, nodes: t
     for work, spent in zip(works.tolist(), transfers_ns(volumes, leaving, cost), strict=True):
         beyond = [cost.attention_ns(w) + ns for w, ns in zip(work, spent, strict=True)]
         for shard in shards:
-            beyond[shard.member] -= total * shard.length // ends[-1]
+            beyond[shard.cp_rank] -= total * shard.length // ends[-1]
         slowest.append(max(beyond))
     chosen = slowest.index(min(slowest))
     return Tiling(candidates[chosen], works[chosen], volumes[chosen], leaving[chosen])
@@ -289,15 +289,15 @@ def rank_times(layout: SequenceLayout, cost: SequenceCost) -> list[RankTime]:
 
     Ranks are taken to wait for each other once, at the end, not in every layer.
     """
-    local = [0] * layout.num_members
-    tiled = np.zeros(layout.num_members, np.int64)
-    exchanges = Exchanges(cost, layout.num_members)
+    local = [0] * layout.num_cp_ranks
+    tiled = np.zeros(layout.num_cp_ranks, np.int64)
+    exchanges = Exchanges(cost, layout.num_cp_ranks)
     for shards in layout.shards:
         found = choose_tiling(shards, cost)
         if found is None:
             length = sum(s.length for s in shards)
             pairs = pairs_before(length, length, cost.shape)
-            local[next((s.member for s in shards if s.length), 0)] += pairs * cost.shape.heads
+            local[next((s.cp_rank for s in shards if s.length), 0)] += pairs * cost.shape.heads
             continue
         ranks, tiling = found
         tiled[ranks] += tiling.work

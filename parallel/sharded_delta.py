@@ -92,7 +92,7 @@ def _shares(
     groups: dict[int, list[tuple[int, int]]] = {}
     for sequence, length in zip(tiles, layout.lengths, strict=True):
         for tile in sequence:
-            if tile.member == rank and tile.row_count:
+            if tile.cp_rank == rank and tile.row_count:
                 groups.setdefault(tile.head_count, []).append((tile.head_start, length))
     return tuple(
         tuple(

@@ -88,21 +88,21 @@ def plan_tiles(
         for sequence, length in zip(tiles, layout.lengths, strict=True)
     ]
     groups, places_of = _group_parts([by_rank.get(rank, []) for by_rank in parts])
-    to_tiles: list[list[Parcel]] = [[] for _ in range(layout.num_members)]
-    from_tokens: list[list[Parcel]] = [[] for _ in range(layout.num_members)]
+    to_tiles: list[list[Parcel]] = [[] for _ in range(layout.num_cp_ranks)]
+    from_tokens: list[list[Parcel]] = [[] for _ in range(layout.num_cp_ranks)]
     held = 0
     for shards, by_rank, own_places in zip(layout.shards, parts, places_of, strict=True):
         if not by_rank:
             continue
-        holds = any(shard.member == rank for shard in shards)
+        holds = any(shard.cp_rank == rank for shard in shards)
         needs = {peer: list(_needs(its)) for peer, its in by_rank.items() if holds or peer == rank}
         own = by_rank.get(rank, [])
         for shard in shards:
-            if shard.member == rank:
+            if shard.cp_rank == rank:
                 for peer, its in needs.items():
                     to_tiles[peer] += [(_held_block(need, shard, held),) for need in _within(its, shard)]
                 held += shard.length
-            from_tokens[shard.member] += [
+            from_tokens[shard.cp_rank] += [
                 tuple(_tile_block(need, own[i], own_places[i], len(groups)) for i in need.readers)
                 for need in _within(needs.get(rank, ()), shard)
             ]
@@ -120,7 +120,7 @@ def own_groups(
     if not any(tiles):
         return None
     own = [
-        [part for tile in sequence if tile.member == rank for part in _parts(tile, length, shape)]
+        [part for tile in sequence if tile.cp_rank == rank for part in _parts(tile, length, shape)]
         for sequence, length in zip(tiles, layout.lengths, strict=True)
     ]
     return _group_parts(own)[0]
@@ -173,7 +173,7 @@ def _parts_by_rank(tiles: Sequence[Tile], length: int, shape: AttentionShape) ->
     check_tiles(tiles, length, shape)
     parts: dict[int, list[_Part]] = {}
     for tile in tiles:
-        parts.setdefault(tile.member, []).extend(_parts(tile, length, shape))
+        parts.setdefault(tile.cp_rank, []).extend(_parts(tile, length, shape))
     return parts
 
 

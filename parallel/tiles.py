@@ -28,10 +28,10 @@ Run = tuple[int, int, int, int]
 @dataclass(frozen=True)
 class Tile:
     """Query rows [row_start, row_start + row_count) of heads [head_start, head_start + head_count), computed
-    by `member` of the pool. Key/value heads and, if causal, the context follow from these.
+    by `cp_rank` of the pool. Key/value heads and, if causal, the context follow from these.
     """
 
-    member: int
+    cp_rank: int
     head_start: int
     head_count: int
     row_start: int
@@ -83,14 +83,14 @@ def ulysses_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile,
     """Whole heads over all rows (DeepSpeed-Ulysses; Jacobs et al., 2023). Key/value heads follow
     their query heads, replicated where they are fewer than ranks; ranks beyond the heads compute nothing.
     """
-    return _blocks(_by_member(shards), shape, len(shards), _whole_heads)
+    return _blocks(_by_cp_rank(shards), shape, len(shards), _whole_heads)
 
 
 def gather_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile, ...]:
     """All heads of the rank's own rows: queries stay, keys and values travel (Llama 3; Grattafiori et al.,
     2024, section 3.3.2). Causal rows are unequal work.
     """
-    return tuple(Tile(s.member, 0, shape.heads, s.start, s.length) for s in shards if s.length)
+    return tuple(Tile(s.cp_rank, 0, shape.heads, s.start, s.length) for s in shards if s.length)
 
 
 def hybrid_tiles(shards: Sequence[Shard], shape: AttentionShape, head_ways: int) -> tuple[Tile, ...]:
@@ -104,7 +104,7 @@ def balanced_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile
     """The work of all heads, one after the other, as one line cut in proportion: a head at a cut is shared by
     rows, so heads need not be divisible.
     """
-    return _blocks(_by_member(shards), shape, len(shards), _head_line)
+    return _blocks(_by_cp_rank(shards), shape, len(shards), _head_line)
 
 
 def rows_tiles(shards: Sequence[Shard], shape: AttentionShape) -> tuple[Tile, ...]:
@@ -117,29 +117,30 @@ def node_tiles(
 ) -> tuple[Tile, ...]:
     """The rows that each node holds, divided over its ranks by `whole` heads, or as `balanced_tiles` does:
     queries and outputs stay on the node, and from other ones come keys and values of a rank's own heads
-    alone. Member m is on `nodes[m]`. Causal rows are unequal work, unless nodes hold as many early ones as
+    alone. CP rank m is on `nodes[m]`. Causal rows are unequal work, unless nodes hold as many early ones as
     late ones.
     """
     tiles, length, split = list[Tile](), sum(s.length for s in shards), _whole_heads if whole else _head_line
     for node in sorted(set(nodes)):
-        own = [s for s in shards if s.length and nodes[s.member] == node]
+        own = [s for s in shards if s.length and nodes[s.cp_rank] == node]
         edges = [s.start for s in own], [s.start + s.length for s in own]
         starts = [start for start in edges[0] if start not in edges[1]]
         stops = [stop for stop in edges[1] if stop not in edges[0]]
-        ranks = _by_member(own)
+        ranks = _by_cp_rank(own)
         for start, stop in zip(starts, stops, strict=True):
             tiles += split(ranks, start, stop, length, shape)
     return tuple(tile for tile in tiles if tile.head_count and tile.row_count)
 
 
-def _by_member(shards: Sequence[Shard]) -> list[Shard]:
-    """One shard for all that each member holds, as if it were one run of tokens."""
+def _by_cp_rank(shards: Sequence[Shard]) -> list[Shard]:
+    """One shard for all that each cp rank holds, as if it were one run of tokens."""
     tokens: dict[int, int] = defaultdict(int)
     for shard in shards:
-        tokens[shard.member] += shard.length
+        tokens[shard.cp_rank] += shard.length
     starts = accumulate(tokens.values(), initial=0)
     return [
-        Shard(member, start, length) for start, (member, length) in zip(starts, tokens.items(), strict=False)
+        Shard(cp_rank, start, length)
+        for start, (cp_rank, length) in zip(starts, tokens.items(), strict=False)
     ]
 
 
@@ -191,7 +192,7 @@ def _whole_heads(
     for shard in block:
         end = _nearest(shape.heads * (shard.start + shard.length - first), tokens)
         if end > head:
-            yield Tile(shard.member, head, end - head, start, stop - start)
+            yield Tile(shard.cp_rank, head, end - head, start, stop - start)
         head = end
 
 
@@ -208,15 +209,15 @@ def _head_line(
         end, rest = divmod(shape.heads * work * after // tokens, work)
         end_row = _row_at(above + rest, length, shape)
         if head == end:
-            yield Tile(shard.member, head, 1, row, end_row - row)
+            yield Tile(shard.cp_rank, head, 1, row, end_row - row)
         else:
             whole = head + (row > start)
             if row > start:
-                yield Tile(shard.member, head, 1, row, stop - row)
+                yield Tile(shard.cp_rank, head, 1, row, stop - row)
             if end > whole:
-                yield Tile(shard.member, whole, end - whole, start, stop - start)
+                yield Tile(shard.cp_rank, whole, end - whole, start, stop - start)
             if end_row > start:
-                yield Tile(shard.member, end, 1, start, end_row - start)
+                yield Tile(shard.cp_rank, end, 1, start, end_row - start)
         head, row = end, end_row
 
 
@@ -241,7 +242,7 @@ def attention_work(tiles: Sequence[Tile], length: int, shape: AttentionShape) ->
     work: dict[int, int] = defaultdict(int)
     for t in tiles:
         pairs = pairs_before(t.row_start + t.row_count, length, shape)
-        work[t.member] += (pairs - pairs_before(t.row_start, length, shape)) * t.head_count
+        work[t.cp_rank] += (pairs - pairs_before(t.row_start, length, shape)) * t.head_count
     return dict(work)
 
 
@@ -270,8 +271,8 @@ def exchange_volume(
     A row of a key/value head travels once to each rank that needs it, however many tiles there read it.
     """
     length = sum(s.length for s in shards)
-    ranks = sorted({s.member for s in shards} | {t.member for t in tiles})
-    queries = [(t.member, t.head_count, t.row_start, t.row_start + t.row_count) for t in tiles]
+    ranks = sorted({s.cp_rank for s in shards} | {t.cp_rank for t in tiles})
+    queries = [(t.cp_rank, t.head_count, t.row_start, t.row_start + t.row_count) for t in tiles]
     # The tiles are a partition: every token's query is wanted once by each head.
     query_sent, query_received = _crossing(queries, shards, ranks, shape.heads)
     keys = _wanted_keys(tiles, length, shape)
@@ -295,7 +296,7 @@ def _wanted_keys(tiles: Sequence[Tile], length: int, shape: AttentionShape) -> l
     read: dict[int, list[tuple[tuple[int, int], tuple[int, int]]]] = defaultdict(list)
     for t in tiles:
         heads = t.head_start // group, (t.head_start + t.head_count - 1) // group + 1
-        read[t.member].append((heads, context(t.row_start, t.row_count, length, shape)))
+        read[t.cp_rank].append((heads, context(t.row_start, t.row_count, length, shape)))
     wanted: list[Run] = []
     for rank, needs in read.items():
         if len({keys for _, keys in needs}) == 1:
@@ -331,8 +332,8 @@ def _crossing(
     up_to = _demand(wanted) if everywhere is None else None
     for s in shards:
         stop = s.start + s.length
-        own[s.member].append((s.start, stop))
-        sent[s.member] += up_to(stop) - up_to(s.start) if up_to else (everywhere or 0) * s.length
+        own[s.cp_rank].append((s.start, stop))
+        sent[s.cp_rank] += up_to(stop) - up_to(s.start) if up_to else (everywhere or 0) * s.length
     for rank, heads, start, stop in wanted:
         received[rank] += heads * (stop - start)
         for first, end in own[rank]:

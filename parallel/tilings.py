@@ -36,30 +36,30 @@ def compare(
     the volumes that go to or come from another node, where each rank is on one of `nodes` [R]: all, if these
     are not given.
     """
-    num_members = 1 + max(s.member for s in shards)
+    num_cp_ranks = 1 + max(s.cp_rank for s in shards)
     if shape.window is not None:
         assert not nodes, "windowed layers belong to the cost of a token"
-        return _compare_windows(tilings, shards, shape, num_members)
+        return _compare_windows(tilings, shards, shape, num_cp_ranks)
     length = sum(s.length for s in shards)
     fields = chain.from_iterable(
-        (number, t.member, t.head_start, t.head_count, t.row_start, t.row_count)
+        (number, t.cp_rank, t.head_start, t.head_count, t.row_start, t.row_count)
         for number, tiles in enumerate(tilings)
         for t in tiles
     )
     tiling, rank, head, heads, row, rows = np.fromiter(fields, np.int64).reshape(-1, 6).T
-    holder, start, tokens = np.array([(s.member, s.start, s.length) for s in shards], np.int64).T
-    stop, end, reader = row + rows, start + tokens, tiling * num_members + rank
-    readers = np.arange(len(tilings) * num_members)  # [C · R]
+    holder, start, tokens = np.array([(s.cp_rank, s.start, s.length) for s in shards], np.int64).T
+    stop, end, reader = row + rows, start + tokens, tiling * num_cp_ranks + rank
+    readers = np.arange(len(tilings) * num_cp_ranks)  # [C · R]
 
     def of_ranks(values: Table, at: Table) -> Table:
         """Sum values by tiling and rank [C, R]."""
         out = np.zeros(len(readers), np.int64)
         np.add.at(out, at, values)
-        return out.reshape(len(tilings), num_members)
+        return out.reshape(len(tilings), num_cp_ranks)
 
     def of_holders(values: Table) -> Table:
         """Sum values of shards [C, S] by tiling and rank [C, R]."""
-        return values @ (holder[:, None] == np.arange(num_members))
+        return values @ (holder[:, None] == np.arange(num_cp_ranks))
 
     pairs = (stop * (stop + 1) - row * (row + 1)) // 2 if shape.causal else rows * length
     work = of_ranks(heads * pairs, reader)
@@ -74,23 +74,23 @@ def compare(
     query_wanted = of_holders(np.broadcast_to(shape.heads * tokens, (len(tilings), len(shards))))
     query_wants = of_ranks(heads * rows, reader)
     key_wanted = of_holders(_read(reach.reshape(len(tilings), -1), start, end))
-    key_wants = reach.reshape(len(tilings), num_members, -1).sum(2)
+    key_wants = reach.reshape(len(tilings), num_cp_ranks, -1).sum(2)
 
     def volumes_between(places: Table) -> Table:
         """What travels between ranks at different `places` [R]."""
         at, shard = _matches(places[rank], places[holder])
         here = np.minimum(stop[at], end[shard]) - np.maximum(row[at], start[shard])
         here = heads[at] * np.maximum(here, 0)
-        query_sent = query_wanted - of_ranks(here, tiling[at] * num_members + holder[shard])
+        query_sent = query_wanted - of_ranks(here, tiling[at] * num_cp_ranks + holder[shard])
         query_received = query_wants - of_ranks(here, reader[at])
-        at, shard = _matches(places[readers % num_members], places[holder])
+        at, shard = _matches(places[readers % num_cp_ranks], places[holder])
         read = np.clip(reach[at] - start[shard, None], 0, tokens[shard, None]).sum(1)
-        key_sent = key_wanted - of_ranks(read, at - at % num_members + holder[shard])
+        key_sent = key_wanted - of_ranks(read, at - at % num_cp_ranks + holder[shard])
         key_received = key_wants - of_ranks(read, at)
         volumes = [query_sent + 2 * key_sent, query_received + 2 * key_received, query_received, query_sent]
         return np.stack(volumes, 2)
 
-    every = volumes_between(np.arange(num_members))
+    every = volumes_between(np.arange(num_cp_ranks))
     return work, every, volumes_between(np.array(nodes)) if nodes else every
 
 
@@ -118,11 +118,11 @@ def _read(reach: Table, start: Table, end: Table) -> Table:
 
 
 def _compare_windows(
-    tilings: Sequence[Sequence[Tile]], shards: Sequence[Shard], shape: AttentionShape, num_members: int
+    tilings: Sequence[Sequence[Tile]], shards: Sequence[Shard], shape: AttentionShape, num_cp_ranks: int
 ) -> tuple[Table, Table, Table]:
     length = sum(s.length for s in shards)
-    work = np.zeros((len(tilings), num_members), np.int64)
-    volumes = np.zeros((len(tilings), num_members, 4), np.int64)
+    work = np.zeros((len(tilings), num_cp_ranks), np.int64)
+    volumes = np.zeros((len(tilings), num_cp_ranks, 4), np.int64)
     for number, tiles in enumerate(tilings):
         for rank, pairs in attention_work(tiles, length, shape).items():
             work[number, rank] = pairs

@@ -47,13 +47,13 @@ class Attended:
 
     Of `tokens`, `local` are attended where they are. For shared sequences the rank computes tiles of `rows`
     query rows and `context` key rows, each times its heads. `into` and `out` are the
-    numbers that it sends to each member of the pool (itself 0) in the exchanges before and after the tiles,
+    numbers that it sends to each cp rank of the pool (itself 0) in the exchanges before and after the tiles,
     `out_back` and `into_back` in their transposes; they are empty if nothing is shared. `delta` are the
     same four, in the order of the fields, of layers with a delta net. `own` are the numbers that it keeps in
     the first exchange, None if that was not counted, and `groups` the rows and context of the tiles of each
     kernel call, none if they are one. Shared tokens that lie `apart`, with others between, are first copied.
     `lists` are the int32 that say what exchanges copy where, those of delta nets included. `adding` are those
-    made for a moment where gradients of several tiles, or of several members, are added up on the way back:
+    made for a moment where gradients of several tiles, or of several cp ranks, are added up on the way back:
     of what others get, of what this rank keeps, and of its keys or its values. `late` of the local tokens are
     attended during the exchange after the tiles, the others during the one before.
     """

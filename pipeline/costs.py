@@ -49,7 +49,7 @@ def plan_costs(domain: DomainPlan, table: CostTable, link: Link | None = None) -
             route = domain.routes[op.index]
             return route.ns if route else 0
         layout = domain.microbatches[op.index].layout
-        most = max(layout.padded_tokens(member, domain.tp) for member in range(domain.pool))
+        most = max(layout.padded_tokens(cp_rank, domain.tp) for cp_rank in range(domain.pool))
         return table.message_ns(most // domain.tp)
 
     return compute, message
@@ -155,7 +155,7 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
     reduction the part alone.
     """
     if op.kind in (Kind.FORWARD, Kind.BACKWARD):
-        return table.llm_part(domain.llm, op.part), domain.microbatches[op.index].share(domain.member(rank))
+        return table.llm_part(domain.llm, op.part), domain.microbatches[op.index].share(domain.cp_rank(rank))
     if op.kind is Kind.REDUCE:
         if op.index == domain.llm:
             return table.llm_part(domain.llm, op.part), None

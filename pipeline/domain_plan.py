@@ -82,7 +82,7 @@ EMBEDDING = Point("llm.embed", 0, 0)
 
 
 class Share(NamedTuple):
-    """What a member has of a microbatch, or a slot of a chunk: tokens, their part of the sum of squared
+    """What a cp rank has of a microbatch, or a slot of a chunk: tokens, their part of the sum of squared
     lengths, which attention costs, and nanoseconds of exchanges in a layer.
     """
 
@@ -95,9 +95,9 @@ class Share(NamedTuple):
 class Microbatch:
     """What one pass of the LLM pipeline consumes: samples (by number in the domain) packed in this order.
 
-    `layout` says which members of the domain's pool hold them. A pass of several replicas is one
+    `layout` says which cp ranks of the domain's pool hold them. A pass of several replicas is one
     microbatch: each of them has its own samples in it, or none. `tiles` divide the attention of each
-    sequence that several members share; `exchange_ns` is what exchanging them takes each member in a layer,
+    sequence that several cp ranks share; `exchange_ns` is what exchanging them takes each cp rank in a layer,
     nothing if there are none.
     """
 
@@ -106,9 +106,9 @@ class Microbatch:
     tiles: tuple[tuple[Tile, ...], ...]
     exchange_ns: tuple[int, ...] = ()
 
-    def share(self, member: int) -> Share:
-        """Return what a member of the pool has of it."""
-        return self._shares[member]
+    def share(self, cp_rank: int) -> Share:
+        """Return what a cp rank of the pool has of it."""
+        return self._shares[cp_rank]
 
     @cached_property
     def _shares(self) -> tuple[Share, ...]:
@@ -148,7 +148,7 @@ class Chunk:
     @property
     def tp(self) -> int:
         """Ranks of a slot."""
-        return len(self.ranks) // self.layout.num_members
+        return len(self.ranks) // self.layout.num_cp_ranks
 
     def slot(self, rank: int) -> int:
         """Return which slot of the chunk the position `rank` belongs to."""
@@ -179,11 +179,11 @@ class Chunk:
 
 
 def _shares(layout: SequenceLayout, exchange_ns: tuple[int, ...]) -> tuple[Share, ...]:
-    squares = [0] * layout.num_members
+    squares = [0] * layout.num_cp_ranks
     for pieces, length in zip(layout.shards, layout.lengths, strict=True):
         for piece in pieces:
-            squares[piece.member] += piece.length * length
-    exchanges = exchange_ns or (0,) * layout.num_members
+            squares[piece.cp_rank] += piece.length * length
+    exchanges = exchange_ns or (0,) * layout.num_cp_ranks
     return tuple(Share(layout.local_tokens(rank), squares[rank], ns) for rank, ns in enumerate(exchanges))
 
 
@@ -193,7 +193,7 @@ class DomainPlan:
 
     `team` neighbouring positions share one op list, because they share every layer that they run: the ops of
     position r are `ops[r // team]`. `holds` are the parts of the LLM that the positions of each team hold,
-    () beside it: from this table follow the neighbours that messages go to. A stage has `pool` members of
+    () beside it: from this table follow the neighbours that messages go to. A stage has `pool` cp ranks of
     `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers, so they run the passes of a
     microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for
     each of them, the neighbouring positions that it lives on: the first, and the one after the last, as in
@@ -246,7 +246,7 @@ class DomainPlan:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline: positions that one replica of one member and one tp rank has."""
+        """Stages of the pipeline: positions that one replica of one cp rank and one tp rank has."""
         return self.llm_size // self.stage_size
 
     @cached_property
@@ -307,8 +307,8 @@ class DomainPlan:
         """Return the stage of a position, None for one beside the LLM."""
         return rank // self.stage_size if rank < self.llm_size else None
 
-    def member(self, rank: int) -> int:
-        """Return the member of the pool that a position of the LLM belongs to."""
+    def cp_rank(self, rank: int) -> int:
+        """Return the cp rank of the pool that a position of the LLM belongs to."""
         return rank % self.stage_size // self.tp
 
     def is_first(self, rank: int) -> bool:

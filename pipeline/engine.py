@@ -373,7 +373,7 @@ class _RunningStep:
     def receive(self, op: Op) -> None:
         engine, domain = self.engine, self.domain
         layout = domain.microbatches[op.index].layout
-        tokens = layout.padded_tokens(domain.member(self.position), domain.tp) // domain.tp
+        tokens = layout.padded_tokens(domain.cp_rank(self.position), domain.tp) // domain.tp
         buffer = torch.empty(tokens, engine.width, dtype=engine.dtype, device=engine.device)
         key = (op.kind, op.index, op.part)
         self.inbox[key] = buffer

@@ -17,19 +17,19 @@ def pass_load(
 
     Without `messages` it leaves out what exchanges send: of memory, buffers for a moment.
     """
-    batch, member, tp = domain.microbatches[m], domain.member(position), domain.tp
-    tail = batch.layout.padded_tokens(member, tp) - batch.layout.local_tokens(member)
+    batch, cp_rank, tp = domain.microbatches[m], domain.cp_rank(position), domain.tp
+    tail = batch.layout.padded_tokens(cp_rank, tp) - batch.layout.local_tokens(cp_rank)
     first = position - position % part.ep if part.ep else 0
-    seen = partial(attended, batch.layout, batch.tiles, member, tail)
+    seen = partial(attended, batch.layout, batch.tiles, cp_rank, tail)
     within = None if part.window is None else replace(part.shape, window=part.window - 1)
     return Load(
         seen=seen(part.shape, part.head_dim, messages, part.delta),
         windowed=None if within is None else seen(within, part.head_dim, messages),
-        squares=batch.share(member).squares,
-        sequences=_sequences(batch.layout.shards, member),
-        targets=_targets(domain, batch, member) if losses else 0,
+        squares=batch.share(cp_rank).squares,
+        sequences=_sequences(batch.layout.shards, cp_rank),
+        targets=_targets(domain, batch, cp_rank) if losses else 0,
         routed=tuple(
-            batch.layout.padded_tokens(domain.member(at), tp) // tp for at in range(first, first + part.ep)
+            batch.layout.padded_tokens(domain.cp_rank(at), tp) // tp for at in range(first, first + part.ep)
         ),
         router=position - first if part.ep else 0,
     )
@@ -51,17 +51,17 @@ def chunk_load(chunk: Chunk, position: int, part: Part, unit: int | None, *, mes
 
 def _sequences(shards: Sequence[Sequence[Shard]], rank: int) -> int:
     """Sequences of which a rank holds a part."""
-    return sum(any(shard.member == rank and shard.length for shard in of) for of in shards)
+    return sum(any(shard.cp_rank == rank and shard.length for shard in of) for of in shards)
 
 
-def _targets(domain: DomainPlan, batch: Microbatch, member: int) -> int:
+def _targets(domain: DomainPlan, batch: Microbatch, cp_rank: int) -> int:
     """Positions that give losses, padded to one number on every tensor-parallel rank and summed over them."""
-    share = batch.layout.padded_tokens(member, domain.tp) // domain.tp
+    share = batch.layout.padded_tokens(cp_rank, domain.tp) // domain.tp
     counts = [0] * domain.tp
     at = 0
     for sample, shards in zip(batch.samples, batch.layout.shards, strict=True):
         for shard in shards:
-            if shard.member != member:
+            if shard.cp_rank != cp_rank:
                 continue
             for start, stop in domain.samples[sample].targets:
                 low, high = max(start, shard.start), min(stop, shard.start + shard.length)
@@ -71,7 +71,7 @@ def _targets(domain: DomainPlan, batch: Microbatch, member: int) -> int:
 
 
 def _count(counts: list[int], share: int, start: int, length: int) -> None:
-    """Add a run of a member's tokens, if there is one, to the parts that hold it."""
+    """Add a run of a cp rank's tokens, if there is one, to the parts that hold it."""
     while length > 0:
         part, local = divmod(start, share)
         step = min(length, share - local)

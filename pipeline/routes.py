@@ -17,7 +17,7 @@ def outputs_of(
     `num_points` attach points, one point after the other. A shard is cut at whole units of its encoder, so
     its rows are whole too.
     """
-    slots: list[list[ItemRows]] = [[] for _ in range(layout.num_members)]
+    slots: list[list[ItemRows]] = [[] for _ in range(layout.num_cp_ranks)]
     for point in range(num_points):
         for number, pieces in zip(numbers, layout.shards, strict=True):
             item = items[number]
@@ -26,7 +26,7 @@ def outputs_of(
                 first = piece.start * item.rows // tokens
                 stop = (piece.start + piece.length) * item.rows // tokens
                 if stop > first:
-                    slots[piece.member].append(ItemRows(number, point, first, stop - first))
+                    slots[piece.cp_rank].append(ItemRows(number, point, first, stop - first))
     return tuple(part for blocks in slots for part in _divided(blocks, tp))
 
 

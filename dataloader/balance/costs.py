@@ -16,9 +16,9 @@ from ops.ints import Ints
 class SampleCosts:
     """What samples cost, in the order of the step, `components` naming the columns: the LLM, then encoders.
 
-    ns [n, C]          what a sample takes a replica: of the LLM on its slowest stage, over its cp members; of
+    ns [n, C]          what a sample takes a replica: of the LLM on its slowest stage, over its cp ranks; of
                        an encoder, over the slots that a replica has on average
-    unsplit_ns [n, C]  what it takes at least, whoever helps: its sequence on as many members as the LLM's
+    unsplit_ns [n, C]  what it takes at least, whoever helps: its sequence on as many cp ranks as the LLM's
                        sharing policy may cut it over, its longest item on as many slots as the encoders'
     tokens [n]         tokens of the LLM
     bytes [n]          stored payload

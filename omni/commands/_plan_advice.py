@@ -94,7 +94,7 @@ def _why(spec: RunSpec, found: Estimate) -> Iterator[str]:
     yield f"  ranks of its slowest domain stand still for {when}"
     if found.bound.ns > FAR * found.any_domain.ns:
         own = spec.planner.domain.sharing[spec.planner.domain.llm]
-        ranks = own.pool.num_members if own.policy.cuts else 1
+        ranks = own.pool.num_cp_ranks if own.policy.cuts else 1
         yield (
             f"  {found.bound.ns / 1e6:,.0f} ms of it are {BOUNDS[found.bound.reason]}: a sequence may be "
             f"shared by {ranks} of {spec.arrangement.llm.cp * spec.arrangement.llm.dp:,} members"

@@ -136,7 +136,7 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
 def llm_work(
     config: LLMConfig, vocab_size: int, layout: Layout, element: int, pool: int = 1
 ) -> tuple[LLMPart, ...]:
-    """State the work of a rank in each part of the LLM, of a stage with a `pool` of so many members."""
+    """State the work of a rank in each part of the LLM, of a stage with a `pool` of so many cp ranks."""
     vocabulary = padded_vocabulary(config, vocab_size)
     layers = llm_parts(config, vocab_size, layout)
     return tuple(

@@ -41,7 +41,7 @@ from pipeline.behind import Behind
 @dataclass(frozen=True)
 class MicrobatchInputs:
     """Tensors of one microbatch on one rank, for all parts of the LLM that it holds, on its device. T tokens
-    are those of its member of the pool, of which this rank holds T / tp between attention layers.
+    are those of its cp rank, of which this rank holds T / tp between attention layers.
 
     `ids` [1, T] for the first part. For the last part `wanted` [c] are positions among this rank's tokens
     whose next token counts, padded to one number c on all tp ranks; tp · c = n of them are gathered. Targets

@@ -215,7 +215,7 @@ def llm_part(
     pool: int = 1,
 ) -> LLMPart:
     """State part `number` of an LLM whose parts have so many `layers` each; `vocabulary` is padded. ZeRO
-    divides matrices over a `pool` of so many members.
+    divides matrices over a `pool` of so many cp ranks.
     """
     tp, ids = layout.tp, vocabulary // layout.tp
     first, last = number == 0, number == len(layers) - 1

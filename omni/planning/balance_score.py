@@ -11,7 +11,7 @@ can be compared. Who gets which sample is what a plan would say. What follows is
 - bytes that cross nodes are counted by shares: a rank sends each other rank that shares a sequence as much,
   and a row of an item comes from every token of it, and goes to every token of its sample, alike.
 
-Pure: no clock. Times are integer nanoseconds, M members or slots of a domain, S sequences.
+Pure: no clock. Times are integer nanoseconds, M cp ranks or slots of a domain, S sequences.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -92,7 +92,7 @@ def perturbed(metas: Sequence[SampleMeta], share: float, seed: int) -> Factors:
 
 @dataclass(frozen=True)
 class Phase:
-    """What each member of a domain spends with a component's forward passes, int64 [M] each: work on tokens,
+    """What each cp rank of a domain spends with a component's forward passes, int64 [M] each: work on tokens,
     attention of sequences that it has alone and of its tiles, exchanges. Its ranks send `across_bytes` to
     other nodes, all together.
     """
@@ -105,25 +105,25 @@ class Phase:
 
     @property
     def work(self) -> int:
-        """Work of all members together."""
+        """Work of all cp ranks together."""
         return int((self.linear + self.alone + self.tiles).sum())
 
     @property
     def in_turn(self) -> Ints:
-        """Each member's time [M], exchanges after its work."""
+        """Each cp rank's time [M], exchanges after its work."""
         return self.linear + self.alone + self.tiles + self.exchange
 
     @property
     def overlapped(self) -> Ints:
-        """Each member's time [M], exchanges hidden behind the attention of what it has alone."""
+        """Each cp rank's time [M], exchanges hidden behind the attention of what it has alone."""
         return self.linear + self.tiles + np.maximum(self.alone, self.exchange)
 
 
 def time_layout(layout: SequenceLayout, cost: SequenceCost, nodes: Sequence[int], factors: Ints) -> Phase:
-    """Time every member of a layout, of which each is on one of `nodes` [M], with the tiles that
+    """Time every cp rank of a layout, of which each is on one of `nodes` [M], with the tiles that
     `choose_tiles` gives, as `rank_times` does, where sequences take `factors` [S] thousandths of their cost.
     """
-    size = layout.num_members
+    size = layout.num_cp_ranks
     tokens, alone, work = (np.zeros(size, np.int64) for _ in range(3))
     exchanges, across = Exchanges(cost, size), 0.0
     whole: list[tuple[int, int, int]] = []
@@ -131,7 +131,7 @@ def time_layout(layout: SequenceLayout, cost: SequenceCost, nodes: Sequence[int]
         factor = int(factors[number])
         found = choose_tiling(shards, cost) if len(shards) > 1 else None
         if found is None:
-            holder = next((s.member for s in shards if s.length), 0)
+            holder = next((s.cp_rank for s in shards if s.length), 0)
             whole.append((holder, sum(s.length for s in shards), factor))
             continue
         ranks, tiling = found
@@ -139,11 +139,11 @@ def time_layout(layout: SequenceLayout, cost: SequenceCost, nodes: Sequence[int]
         exchanges.add(ranks, tiling)
         across += _to_other_nodes(tiling.volumes, [nodes[rank] for rank in ranks])
         for shard in shards:
-            tokens[shard.member] += shard.length * factor
+            tokens[shard.cp_rank] += shard.length * factor
     if whole:
-        member, lengths, scale = np.array(whole, np.int64).T
-        np.add.at(tokens, member, lengths * scale)
-        np.add.at(alone, member, pairs_of(lengths, cost) * scale)
+        cp_rank, lengths, scale = np.array(whole, np.int64).T
+        np.add.at(tokens, cp_rank, lengths * scale)
+        np.add.at(alone, cp_rank, pairs_of(lengths, cost) * scale)
     return Phase(
         linear=_each(cost.linear_ns, tokens),
         alone=_each(cost.attention_ns, alone),
@@ -200,7 +200,7 @@ def _spread_whole(planner: DomainPlanner, tokens: Mapping[str, Sequence[int]]) -
 
 @dataclass(frozen=True)
 class DomainTimes:
-    """What the ranks of a domain spend: the LLM by member of the pool, and all encoders of a position
+    """What the ranks of a domain spend: the LLM by cp rank of the pool, and all encoders of a position
     together by position, work alone, in turn with exchanges and with these overlapped, [P] each; bytes of
     exchanges and rows that ranks send to other nodes.
     """
@@ -217,8 +217,8 @@ def time_domain(
 ) -> DomainTimes:
     """Time every rank of a domain whose samples and items take `factors` of their costs."""
     samples = np.array(places.samples, np.int64)
-    members = member_nodes(planner, domain)
-    llm = time_layout(places.llm, planner.sharing[planner.llm].cost, members, factors.llm[samples])
+    cp_ranks = cp_rank_nodes(planner, domain)
+    llm = time_layout(places.llm, planner.sharing[planner.llm].cost, cp_ranks, factors.llm[samples])
     size = planner.arrangement.domain_size
     work, in_turn, overlapped = (np.zeros(size, np.int64) for _ in range(3))
     # Every stage and every tensor-parallel rank sends for layers and heads of its own.
@@ -236,8 +236,8 @@ def time_domain(
     return DomainTimes(llm, work, in_turn, overlapped, across)
 
 
-def member_nodes(planner: DomainPlanner, domain: int) -> list[int]:
-    """Return the node of each member of a domain's pool, of its first stage."""
+def cp_rank_nodes(planner: DomainPlanner, domain: int) -> list[int]:
+    """Return the node of each cp rank of a domain's pool, of its first stage."""
     world = planner.arrangement
     return position_nodes(planner, domain)[: world.stage_size : world.llm.tp]
 
@@ -256,11 +256,11 @@ def position_nodes(planner: DomainPlanner, domain: int) -> list[int]:
 def _rows_across(
     planner: DomainPlanner, domain: int, encoder: str, places: DomainPlaces, metas: Sequence[SampleMeta]
 ) -> int:
-    """Bytes of rows that go from the slots of an encoder to members on other nodes."""
-    members, slots = member_nodes(planner, domain), slot_nodes(planner, domain, encoder)
-    if len({*members, *slots}) == 1:
+    """Bytes of rows that go from the slots of an encoder to cp ranks on other nodes."""
+    cp_ranks, slots = cp_rank_nodes(planner, domain), slot_nodes(planner, domain, encoder)
+    if len({*cp_ranks, *slots}) == 1:
         return 0
-    homes = {n: _node_shares(s, members) for n, s in zip(places.samples, places.llm.shards, strict=True)}
+    homes = {n: _node_shares(s, cp_ranks) for n, s in zip(places.samples, places.llm.shards, strict=True)}
     rows = 0.0
     for (n, i), shards in zip(places.items[encoder], places.encoders[encoder].shards, strict=True):
         stay = sum(share * homes[n].get(node, 0.0) for node, share in _node_shares(shards, slots).items())
@@ -272,7 +272,7 @@ def _node_shares(shards: Sequence[Shard], nodes: Sequence[int]) -> dict[int, flo
     """The share of a sequence's tokens on each node."""
     total, found = sum(shard.length for shard in shards) or 1, dict[int, float]()
     for shard in shards:
-        node = nodes[shard.member]
+        node = nodes[shard.cp_rank]
         found[node] = found.get(node, 0.0) + shard.length / total
     return found
 
@@ -350,21 +350,21 @@ def score(planner: DomainPlanner, times: Sequence[DomainTimes], unsplittable_ns:
 
 
 def unsplittable_ns(planner: DomainPlanner, metas: Sequence[SampleMeta]) -> tuple[int, int]:
-    """The costliest item and the costliest sample, each spread over all members that may share it."""
+    """The costliest item and the costliest sample, each spread over all cp ranks that may share it."""
     items = [0]
     for name, sharing in planner.sharing.items():
         if name != planner.llm:
             own = (i.tokens for m in metas for i in m.items if planner.encoders[i.modality] == name)
             tokens = max(own, default=0)
-            items.append(_spread_ns(sharing, 1 if sharing.whole else sharing.num_members, tokens))
+            items.append(_spread_ns(sharing, 1 if sharing.whole else sharing.num_cp_ranks, tokens))
     llm = planner.sharing[planner.llm]
     longest = max(map(length, metas))
-    return max(items), _spread_ns(llm, llm.pool.num_members if llm.policy.cuts else 1, longest)
+    return max(items), _spread_ns(llm, llm.pool.num_cp_ranks if llm.policy.cuts else 1, longest)
 
 
-def _spread_ns(sharing: Sharing, members: int, tokens: int) -> int:
-    """The longest sequence's time, evenly over as many members as it has units for."""
-    return sharing.whole_ns(tokens) // max(1, min(members, -(-tokens // sharing.pool.unit)))
+def _spread_ns(sharing: Sharing, cp_ranks: int, tokens: int) -> int:
+    """The longest sequence's time, evenly over as many cp ranks as it has units for."""
+    return sharing.whole_ns(tokens) // max(1, min(cp_ranks, -(-tokens // sharing.pool.unit)))
 
 
 def pairs_of(lengths: Ints, cost: SequenceCost) -> Ints:

@@ -45,7 +45,7 @@ def planner_of(config: Config, world: int, trace: Sequence[SampleMeta], choice: 
     """Resolve a configuration with a choice in place of its own, for steps of a trace, or of its own data if
     there is none.
 
-    Without sharing the LLM's sequences stay on the members of their replica (`uniform`).
+    Without sharing the LLM's sequences stay on the cp ranks of their replica (`uniform`).
 
     Raises:
         ConfigError, LayoutError, PolicyError, DataError: all ValueError, naming the key, the value and the
@@ -119,7 +119,7 @@ def scored(
     """
     known: dict[tuple[bool | str, ...], Row] = {}
     for choice, planner, step in found:
-        shares = any(of.num_members > 1 for of in planner.domain.sharing.values())
+        shares = any(of.num_cp_ranks > 1 for of in planner.domain.sharing.values())
         within = planner.domain.sharing[planner.domain.llm].policy.within_replica
         # In a group of one domain only which replica takes a sample is open, if that matters.
         decides = choice.group > 1 or (planner.domain.arrangement.replicas > 1 and within)

@@ -144,12 +144,12 @@ class _Bounding:
         self.planner, self.frozen, self.any_domain = planner, frozen, any_domain
         self.world, self.table = planner.arrangement, planner.table
         self.domains = 1 if any_domain else self.world.num_domains
-        self.members = self.world.llm.cp * self.world.llm.dp
+        self.num_cp_ranks = self.world.llm.cp * self.world.llm.dp
         # Samples from the longest on.
         self.order = sorted(range(len(metas)), key=lambda n: -length(metas[n]))
         metas = [metas[n] for n in self.order]
         self.tokens = np.array([length(meta) for meta in metas], np.float64)
-        self.sharers = self._sharers(planner.sharing[planner.llm], self.members)
+        self.sharers = self._sharers(planner.sharing[planner.llm], self.num_cp_ranks)
         self.ways = self._ways(self.tokens, planner.sharing[planner.llm], self.sharers)
         half = [Grad.INPUT] if planner.llm in frozen else [Grad.INPUT, Grad.WEIGHT]
         costs = [self.table.parts[part_name(planner.llm, part)] for part in range(self.world.llm.num_parts)]
@@ -162,7 +162,7 @@ class _Bounding:
         self.encodings = [
             self._encoding(metas, modality, name) for modality, name in planner.encoders.items()
         ]
-        # Of a member, by how many samples count: a pass of a domain holds a full pack of each replica,
+        # Of a cp rank, by how many samples count: a pass of a domain holds a full pack of each replica,
         # or one longer sample.
         full = planner.microbatch_tokens * (1 if any_domain else self.world.replicas)
         room = planner.microbatch_tokens * self.world.llm.dp
@@ -182,10 +182,10 @@ class _Bounding:
         )
 
     def _sharers(self, own: Sharing, everyone: int) -> int:
-        """Members that may share a sequence of a component, of which there are so many in the world."""
+        """CP ranks that may share a sequence of a component, of which there are so many in the world."""
         if self.any_domain:
             return everyone
-        return own.pool.num_members if own.policy.cuts and not own.whole else 1
+        return own.pool.num_cp_ranks if own.policy.cuts and not own.whole else 1
 
     def _ways(self, tokens: Floats, own: Sharing, most: int) -> Floats:
         """Over how many ranks each sequence may be cut [n]."""
@@ -250,12 +250,12 @@ class _Bounding:
         return _Waits(*(np.minimum.accumulate(of) for of in (front, turn, tail, drain)))
 
     def _mean(self, cost: _Cost) -> Floats:
-        """What passes of the longest samples take a member on average [n]; each that has any runs one."""
-        return np.cumsum(cost.each(self.tokens)) / self.members + cost.fixed * np.maximum(1, self.passes)
+        """What passes of the longest samples take a cp rank on average [n]; each that has any runs one."""
+        return np.cumsum(cost.each(self.tokens)) / self.num_cp_ranks + cost.fixed * np.maximum(1, self.passes)
 
     def _most(self, cost: _Cost) -> Floats:
-        """What passes of the longest samples take the busiest member at least [n]."""
-        alone = least_of_most(cost.each(self.tokens) / self.sharers, self.members // self.sharers)
+        """What passes of the longest samples take the busiest cp rank at least [n]."""
+        alone = least_of_most(cost.each(self.tokens) / self.sharers, self.num_cp_ranks // self.sharers)
         return np.maximum(self._mean(cost), alone + cost.fixed)
 
     def _costs(self, stage: int) -> tuple[_Cost, _Cost, _Cost]:
@@ -322,7 +322,7 @@ class _Bounding:
     def _llm_ns(self, parts: Sequence[int]) -> float:
         """Nanoseconds of ranks in all passes through some parts."""
         cost = sum((of[part] for of in (self.forwards, self.inputs, self.weights) for part in parts), _Cost())
-        ns = float(cost.each(self.tokens).sum()) + cost.fixed * float(self.passes[-1]) * self.members
+        ns = float(cost.each(self.tokens).sum()) + cost.fixed * float(self.passes[-1]) * self.num_cp_ranks
         return ns * self.world.llm.tp
 
     def _encoder_ns(self) -> Floats:

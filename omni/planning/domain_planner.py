@@ -46,7 +46,7 @@ from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
 
 SHARED_ROOM = 3, 4
-"""Share of the room of members that share sequences that a pack of several samples takes at most: where all
+"""Share of the room of cp ranks that share sequences that a pack of several samples takes at most: where all
 is full, none can take more of the tokens that cost less than others, and all wait for the slowest.
 """
 
@@ -233,18 +233,18 @@ class DomainPlanner:
         yield from quickest_first(planned, in_other_orders, fits, lean, *one_queue)
 
     def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
-        """Plan one token more of samples whose sequences a forward pass has left whole on members of the
+        """Plan one token more of samples whose sequences a forward pass has left whole on cp ranks of the
         pool: in as many microbatches as there are stages, so that all work at a time.
         """
-        member = {
-            sample: next(shard.member for shard in shards if shard.length)
+        cp_rank = {
+            sample: next(shard.cp_rank for shard in shards if shard.length)
             for batch in domain.microbatches
             for sample, shards in zip(batch.samples, batch.layout.shards, strict=True)
         }
         count = min(len(lasting), self.arrangement.llm.pp)
         packs = [tuple(range(len(lasting)))[first::count] for first in range(count)]
         layouts = [
-            SequenceLayout.whole([1] * len(pack), [member[lasting[i]] for i in pack], domain.pool)
+            SequenceLayout.whole([1] * len(pack), [cp_rank[lasting[i]] for i in pack], domain.pool)
             for pack in packs
         ]
         batches = (
@@ -376,8 +376,8 @@ class DomainPlanner:
         return slots[0][0], slots[-1][-1] + 1
 
     def _packed(self, members: Sequence[Sequence[int]], costs: SampleCosts) -> list[ReplicaPacks]:
-        """Pack the samples of each replica. Where the members of all replicas share sequences, these are one,
-        with room for what they hold.
+        """Pack the samples of each replica. Where the cp ranks of all replicas share sequences, these are
+        one, with room for what they hold.
         """
         size = self.pack_tokens
         if len(members) > 1 and not self.sharing[self.llm].policy.within_replica:
@@ -409,4 +409,4 @@ class DomainPlanner:
 def _is_at_once(policy: SchedulePolicy, domain: DomainPlan) -> bool:
     """Whether a schedule has items of several microbatches encoded together, or shared if it fills gaps."""
     several = (chunk for chunk in domain.chunks if len(chunk.microbatches) > 1)
-    return any(policy.at_once or (policy.fills_gaps and of.layout.num_members > 1) for of in several)
+    return any(policy.at_once or (policy.fills_gaps and of.layout.num_cp_ranks > 1) for of in several)

@@ -38,14 +38,14 @@ def _whole(layout: SequenceLayout) -> Load:
 
 
 def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
-    """Planned nanoseconds of forward passes in a domain: of each member of the pool for the LLM, with the
+    """Planned nanoseconds of forward passes in a domain: of each cp rank of the pool for the LLM, with the
     first part to speak for all, and of each rank for an encoder.
     """
     domain, first = plan.domain, spec.table.parts[part_name(LLM, 0)]
     found = {
         LLM: [
-            sum(first.forward_ns(*batch.share(member)) for batch in domain.microbatches)
-            for member in range(domain.pool)
+            sum(first.forward_ns(*batch.share(cp_rank)) for batch in domain.microbatches)
+            for cp_rank in range(domain.pool)
         ]
     }
     for number, name in enumerate(plan.components):
@@ -124,7 +124,7 @@ def trained_flops(
 
 def imbalance(spec: RunSpec, plan: StepPlan, most: Largest, sums: Sequence[float]) -> dict[str, float]:
     """Largest over mean planned load, 1 is even, by what they are ratios of: "max_over_mean/<component>" of
-    members of all pools for the LLM and of ranks for each encoder, "domain_max_over_mean/<component>" of
+    cp ranks of all pools for the LLM and of ranks for each encoder, "domain_max_over_mean/<component>" of
     domains. `most` and `sums` are those of the world.
     """
     means, domains = mean_loads(spec, plan, sums), spec.arrangement.num_domains
@@ -146,7 +146,7 @@ def over_even(spec: RunSpec, most: Largest, sums: Sequence[float], idle: float) 
 
 
 def mean_loads(spec: RunSpec, plan: StepPlan, sums: Sequence[float]) -> dict[str, float]:
-    """Mean planned load by component, of which `sums` are those of the world: of a member of a pool for the
+    """Mean planned load by component, of which `sums` are those of the world: of a cp rank of a pool for the
     LLM, of a rank for an encoder.
     """
     homes = zip(plan.components, plan.domain.homes, strict=True)

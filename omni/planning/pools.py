@@ -37,7 +37,7 @@ def sharing_of(
     """
 
     def cost(
-        name: str, part: str, attention: Attention, tp: int, members: Sequence[Sequence[int]]
+        name: str, part: str, attention: Attention, tp: int, cp_ranks: Sequence[Sequence[int]]
     ) -> SequenceCost:
         for kind in ("heads", "kv_heads"):
             if getattr(attention, kind) % tp:
@@ -45,7 +45,7 @@ def sharing_of(
                     f"tp={tp} of {name} does not divide {kind}={getattr(attention, kind)}: choose a divisor"
                 )
         shape = AttentionShape(attention.heads // tp, attention.kv_heads // tp, attention.causal)
-        links, nodes = cluster.links, _nodes(arrangement, members, cluster)
+        links, nodes = cluster.links, _nodes(arrangement, cp_ranks, cluster)
         if len(set(nodes)) == 1:
             return sequence_cost(table, part, shape, attention.head_dim * element, links.inside)
         head_bytes = attention.head_dim * element
@@ -54,8 +54,8 @@ def sharing_of(
     attention = Attention(llm.layers, llm.heads, llm.kv_heads, llm.head_size, causal=True)
     # The first stage speaks for all: stages take about equally long.
     tp = arrangement.llm.tp
-    members = [range(first, first + tp) for first in range(0, arrangement.stage_size, tp)]
-    of_llm = cost(LLM, part_name(LLM, 0), attention, tp, members)
+    cp_ranks = [range(first, first + tp) for first in range(0, arrangement.stage_size, tp)]
+    of_llm = cost(LLM, part_name(LLM, 0), attention, tp, cp_ranks)
     out = {LLM: _llm_sharing(policies["llm_sp"], arrangement, microbatch_tokens, of_llm)}
     for name, encoder in encoders.items():
         slots = arrangement.slots(name)
@@ -96,27 +96,29 @@ def without_effect(sharing: Mapping[str, Sharing]) -> list[str]:
         policy = of.policy
         if not policy.cuts:
             continue
-        if name == LLM and of.num_members == 1 and not policy.within_replica:
+        if name == LLM and of.num_cp_ranks == 1 and not policy.within_replica:
             notes.append(
                 f"llm_sp={policy.name} has no effect: nobody to share with; raise layout.domain or "
                 "layout.llm.cp"
             )
         if name != LLM and of.whole:
             why = (
-                "its items stay whole" if of.num_members > 1 else "a domain has one slot; raise layout.domain"
+                "its items stay whole"
+                if of.num_cp_ranks > 1
+                else "a domain has one slot; raise layout.domain"
             )
             notes.append(f"encoder_sp={policy.name} has no effect on {name}: {why}")
     return notes
 
 
-def _nodes(arrangement: Arrangement, members: Sequence[Sequence[int]], cluster: Cluster) -> tuple[int, ...]:
-    """The node of each member, of which `members` give the positions in a domain: these exchange with those
-    of others at the same places. Members are on one node if they are in every domain.
+def _nodes(arrangement: Arrangement, cp_ranks: Sequence[Sequence[int]], cluster: Cluster) -> tuple[int, ...]:
+    """The node of each cp rank, of which `cp_ranks` give the positions in a domain: these exchange with those
+    of others at the same places. CP ranks are on one node if they are in every domain.
     """
-    places: list[list[int]] = [[] for _ in members]
+    places: list[list[int]] = [[] for _ in cp_ranks]
     for domain in range(arrangement.num_domains):
         nodes = node_map(arrangement.domain_ranks(domain), cluster.ranks_per_node)
-        for place, positions in zip(places, members, strict=True):
+        for place, positions in zip(places, cp_ranks, strict=True):
             place += [nodes[at] for at in positions]
     numbers: dict[tuple[int, ...], int] = {}
     return tuple(numbers.setdefault(tuple(place), len(numbers)) for place in places)

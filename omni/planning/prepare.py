@@ -257,7 +257,7 @@ def _domain_planner(
         pairing=policies["pairing"],
         schedule=policies["pipeline"],
         table=table,
-        party=party_size(llm, arrangement, sharing[LLM].pool.num_members),
+        party=party_size(llm, arrangement, sharing[LLM].pool.num_cp_ranks),
         single_queue=arrangement.domain_size > 1 and cluster.queues == "one",
         **more,
     )

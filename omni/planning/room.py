@@ -115,14 +115,14 @@ def cut_of_longer(config: Config, lengths: Ints, held: int) -> str:
     if not len(over):
         return ""
     budget = config.data.microbatch_tokens or min(held, PASS_TOKENS)
-    lost, members = int((over - held).sum()), max(1, held // budget)
+    lost, num_cp_ranks = int((over - held).sum()), max(1, held // budget)
     if held == data.step_tokens:
         remedy = f"data.step_tokens={int(over.max())}"
     else:
-        remedy = f"data.microbatch_tokens={-(-int(over.max()) // members)} or more replicas"
+        remedy = f"data.microbatch_tokens={-(-int(over.max()) // num_cp_ranks)} or more replicas"
     said = (
         f"{len(over):,} of the first {len(lengths):,} samples have more than {held:,} tokens, which "
-        f"{members} ranks share at data.microbatch_tokens={budget}; the longest has "
+        f"{num_cp_ranks} ranks share at data.microbatch_tokens={budget}; the longest has "
         f"{int(over.max()):,}. Beyond are {lost:,} tokens, {lost / int(lengths.sum()):.1%} of all: {remedy} "
         "would hold them"
     )

@@ -121,6 +121,6 @@ class Costing:
         return self.table.parts[part].kept_bytes(tokens)
 
     def _ways(self, name: str, tokens: int) -> int:
-        """Over how many members a sequence of a component may be cut."""
+        """Over how many cp ranks a sequence of a component may be cut."""
         own = self.sharing[name]
         return most_ranks(tokens, own.pool) if own.policy.cuts and not own.whole else 1

@@ -40,14 +40,14 @@ Chunking = Callable[
 
 @dataclass(frozen=True)
 class Sharing:
-    """How the `num_members` members of a component share sequences: by which policy, and over which pool it
-    decides, a replica's members or all. Items have rows for each of `num_points` attach points; if they stay
+    """How the `num_cp_ranks` cp ranks of a component share sequences: by which policy, and over which pool it
+    decides, a replica's cp ranks or all. Items have rows for each of `num_points` attach points; if they stay
     `whole`, the policy has no say.
     """
 
     policy: SharingPolicy
     pool: Pool
-    num_members: int
+    num_cp_ranks: int
     num_points: int = 1
     whole: bool = False
 
@@ -57,7 +57,7 @@ class Sharing:
         return self.pool.cost
 
     def layout(self, packs: Sequence[Sequence[int]]) -> SequenceLayout:
-        """Lay out sequences, given by the lengths of those of each replica, over all members.
+        """Lay out sequences, given by the lengths of those of each replica, over all cp ranks.
 
         A sequence alone that is longer than the pool holds otherwise is spread evenly.
         """
@@ -66,16 +66,16 @@ class Sharing:
             pool = self.pool.holding(*lengths) if len(lengths) == 1 else self.pool
             return self.policy(lengths, pool)
         shards = [
-            tuple(replace(shard, member=shard.member + replica * self.pool.num_members) for shard in of)
+            tuple(replace(shard, cp_rank=shard.cp_rank + replica * self.pool.num_cp_ranks) for shard in of)
             for replica, pack in enumerate(packs)
             if pack
             for of in self.policy(pack, self.pool).shards
         ]
-        return SequenceLayout(self.num_members, tuple(shards))
+        return SequenceLayout(self.num_cp_ranks, tuple(shards))
 
     def kept_whole(self) -> "Sharing":
-        """Sharing of the same members in which no sequence is cut."""
-        pool = replace(self.pool, num_members=self.num_members, tokens_per_rank=None)
+        """Sharing of the same cp ranks in which no sequence is cut."""
+        pool = replace(self.pool, num_cp_ranks=self.num_cp_ranks, tokens_per_rank=None)
         return replace(self, policy=NONE, pool=pool)
 
     def tiles(self, layout: SequenceLayout) -> tuple[tuple[Tile, ...], ...]:
@@ -248,7 +248,7 @@ def _shared_chunks(
     everyone = tuple(rank for slot in slots for rank in slot)
     numbers = [number for wave in sorted(batches) for number in batches[wave]]
     costs = [sharing.whole_ns(items[number].tokens) for number in numbers]
-    even_ns, whole_ns = sum(costs) // sharing.num_members, _makespan(costs, sharing.num_members)
+    even_ns, whole_ns = sum(costs) // sharing.num_cp_ranks, _makespan(costs, sharing.num_cp_ranks)
     if whole_ns <= EVEN * even_ns and not sharing.policy.forced:
         return  # whatever is shared takes no less than even work
     together = sharing.layout([[items[i].tokens for i in numbers]]) if at_once and len(lengths) > 1 else None
@@ -280,13 +280,13 @@ def worth_sharing(
     candidates.sort(key=lambda m: -max(lengths[m]))
     whole = {m: [sharing.whole_ns(tokens) for tokens in of] for m, of in lengths.items()}
     chosen: dict[int, int] = {}  # nanoseconds by shared microbatch
-    least = _step_ns(whole, chosen, sharing.num_members)
+    least = _step_ns(whole, chosen, sharing.num_cp_ranks)
     best = 0
     for count, microbatch in enumerate(candidates, 1):
         chosen[microbatch] = sharing.slowest_ns(layouts[microbatch])
         if sum(chosen.values()) >= least:
             break
-        taken = _step_ns(whole, chosen, sharing.num_members)
+        taken = _step_ns(whole, chosen, sharing.num_cp_ranks)
         if taken < least:
             best, least = count, taken
     return candidates[:best]
@@ -300,7 +300,7 @@ def _taken_ns(
 ) -> int:
     """Time of all microbatches in order, of which some are shared."""
     whole = {m: [sharing.whole_ns(tokens) for tokens in of] for m, of in lengths.items()}
-    return _step_ns(whole, {m: sharing.slowest_ns(layouts[m]) for m in shared}, sharing.num_members)
+    return _step_ns(whole, {m: sharing.slowest_ns(layouts[m]) for m in shared}, sharing.num_cp_ranks)
 
 
 def _step_ns(whole: Mapping[int, Sequence[int]], shared: Mapping[int, int], ranks: int) -> int:
@@ -328,7 +328,7 @@ def _chunk(
     layout: SequenceLayout,
     sharing: Sharing,
 ) -> Chunk:
-    first, tp = items[numbers[0]], len(ranks) // layout.num_members
+    first, tp = items[numbers[0]], len(ranks) // layout.num_cp_ranks
     return Chunk(
         component=first.component,
         microbatches=tuple(sorted({items[number].microbatch for number in numbers})),

@@ -49,7 +49,7 @@ def part_axes(
 
 
 def collectives_of_passes(part: Part, pool: int = 1) -> Iterator[Collective]:
-    """Yield all that a forward and a backward of some tokens communicate; in a pool of more than one member,
+    """Yield all that a forward and a backward of some tokens communicate; in a pool of more than one cp rank,
     those of a sequence that all of them share.
     """
     tokens = part.tp * 64
@@ -67,14 +67,14 @@ def collectives_of_passes(part: Part, pool: int = 1) -> Iterator[Collective]:
 
 def party_size(parts: Sequence[Part], arrangement: Arrangement, pool: int) -> int:
     """Return how many neighbouring ranks of a stage run passes of the LLM together: those that collectives of
-    its `parts` connect, directly or through others. A policy may share sequences over `pool` members.
+    its `parts` connect, directly or through others. A policy may share sequences over `pool` cp ranks.
     """
     first = arrangement.mesh.ranks[0]
-    members = {axis: group_of(arrangement, None, axis, first) for axis in axes_names(None)}
+    groups_of_first = {axis: group_of(arrangement, None, axis, first) for axis in axes_names(None)}
     axes = {
         one.axis
         for part in parts
-        for one in collectives_of_passes(part, len(members["pool"]) if pool > 1 else 1)
+        for one in collectives_of_passes(part, len(groups_of_first["pool"]) if pool > 1 else 1)
     }
     party, found = {first}, {first}
     while found:

@@ -1,7 +1,7 @@
 """From a plan to the tensors that one rank needs for it.
 
 `fetch_of` says what the loader must bring; `assemble` turns what came into the engine's inputs. A rank loads
-the texts that its member of the pool holds if it embeds them or computes their loss, and the items that it
+the texts that its cp rank holds if it embeds them or computes their loss, and the items that it
 encodes: no more.
 
 Bad data keeps its planned shape. An item that cannot be prepared becomes zeros, and its sample a bad one:
@@ -84,13 +84,13 @@ class Assembler:
         return domain.is_first(self.place.position) or domain.is_last(self.place.position)
 
     def pieces(self, domain: DomainPlan, batch: Microbatch) -> list[Piece]:
-        """Return what this rank's member of the pool holds of a microbatch, in order."""
-        member = domain.member(self.place.position)
+        """Return what this rank's cp rank holds of a microbatch, in order."""
+        cp_rank = domain.cp_rank(self.place.position)
         return [
             Piece(number, sample, shard.start, shard.start + shard.length)
             for number, (sample, shards) in enumerate(zip(batch.samples, batch.layout.shards, strict=True))
             for shard in shards
-            if shard.member == member and shard.length
+            if shard.cp_rank == cp_rank and shard.length
         ]
 
     def texts(self, domain: DomainPlan) -> list[int]:
@@ -120,7 +120,7 @@ class Assembler:
             return []
         slot = chunk.slot(self.place.position)
         found = (
-            (i, [s for s in shards if s.member == slot and s.length])
+            (i, [s for s in shards if s.cp_rank == slot and s.length])
             for i, shards in zip(chunk.items, chunk.layout.shards, strict=True)
         )
         return [(i, own) for i, own in found if own]
@@ -178,7 +178,7 @@ class Assembler:
     ) -> MicrobatchInputs:
         place, tp = self.place, domain.tp
         pieces = self.pieces(domain, batch)
-        tokens = batch.layout.padded_tokens(domain.member(place.position), tp)
+        tokens = batch.layout.padded_tokens(domain.cp_rank(place.position), tp)
         tail = tokens - sum(p.stop - p.start for p in pieces)
         seen, at = [0] * len(batch.samples), [0] * len(batch.samples)
         if continued is not None:
@@ -186,7 +186,7 @@ class Assembler:
                 seen[p.sequence], at[p.sequence] = continued.seen[p.sample], continued.at[p.sample]
         packed = pack_llm(
             self.llm,
-            Sharding(batch.layout, batch.tiles, domain.member(place.position), tail, tp),
+            Sharding(batch.layout, batch.tiles, domain.cp_rank(place.position), tail, tp),
             _positions(domain, batch, pieces, at, tail, in_grids=bool(self.llm.rotary.sections)),
             seen,
             dtype=place.dtype,
@@ -261,8 +261,8 @@ def _positions(
     *,
     in_grids: bool,
 ) -> torch.Tensor:
-    """Positions of a member's tokens, the first of each sequence `at` one, and then those of padding: [T], or
-    [T, 3] where rows of any item stand `in_grids`.
+    """Positions of a cp rank's tokens, the first of each sequence `at` one, and then those of padding: [T],
+    or [T, 3] where rows of any item stand `in_grids`.
     """
     grids = rows_of_grids(domain, batch) if in_grids else {}
     lengths = batch.layout.lengths
@@ -280,7 +280,7 @@ def _positions(
 def _targets(
     pieces: Sequence[Piece], texts: Mapping[int, TextArrays], sources: Sequence[int]
 ) -> dict[str, np.ndarray]:
-    """Tokens whose next one counts: where they stand among a member's tokens, and what is known of each."""
+    """Tokens whose next one counts: where they stand among a cp rank's tokens, and what is known of each."""
     lengths = [p.stop - p.start for p in pieces]
     masks = [texts[p.sample][2][p.start : p.stop] for p in pieces]
     labels = [texts[p.sample][1][p.start : p.stop] for p in pieces]
@@ -294,7 +294,7 @@ def _targets(
 
 
 def _last_tokens(batch: Microbatch, pieces: Sequence[Piece]) -> dict[str, np.ndarray]:
-    """The last token of each sequence, where a member holds it."""
+    """The last token of each sequence, where a cp rank holds it."""
     ends = np.cumsum([p.stop - p.start for p in pieces], dtype=np.int64) - 1
     last = np.array([p.stop == batch.layout.lengths[p.sequence] for p in pieces], bool)
     return {"at": ends[last]}

@@ -207,9 +207,9 @@ def comparable(config: Config) -> dict[str, object]:
     keys: dict[str, object] = {LONGEST: longest}
     sharing = config.llm_sp.policy
     shared = sharing == AUTO or find(SharingPolicy, sharing, "llm_sp.policy").finds_room
-    members = own.cp * (config.layout.domain or own.dp or max(1, world // replica)) if shared else 1
-    if longest > members * data.pass_tokens:
-        keys[MICROBATCH] = -(-longest // members)
+    num_cp_ranks = own.cp * (config.layout.domain or own.dp or max(1, world // replica)) if shared else 1
+    if longest > num_cp_ranks * data.pass_tokens:
+        keys[MICROBATCH] = -(-longest // num_cp_ranks)
     if not find(PlacementPolicy, config.placement.policy, PLACEMENT).beside:
         keys[BESIDE] = None
     return keys

@@ -25,7 +25,7 @@ from pipeline.simulator import Timeline
 class Estimate:
     """A step of the whole world.
 
-    `loads` are the most and the mean planned nanoseconds of forward passes by component, of a member of a
+    `loads` are the most and the mean planned nanoseconds of forward passes by component, of a cp rank of a
     pool for the LLM and of a rank for an encoder; `flops` those of the step by component, all text counted
     as targets. `plan` is that of the slowest domain, `timeline` its simulation, `spent` the mean of its
     positions. The rank of `fullest` holds more than any other of the world, and none keeps more than

@@ -94,8 +94,8 @@ def even_routing(
     def tokens(rank: int) -> int:
         op = where()
         assert isinstance(op, Op), f"experts at {op}"
-        layout, member = domain.microbatches[op.index].layout, domain.member(ranks.index(rank))
-        return layout.padded_tokens(member, domain.tp) // domain.tp
+        layout, cp_rank = domain.microbatches[op.index].layout, domain.cp_rank(ranks.index(rank))
+        return layout.padded_tokens(cp_rank, domain.tp) // domain.tp
 
     def host_counts(dispatcher: Dispatcher) -> np.ndarray:
         """Wait for what was counted, which is fake."""

@@ -13,8 +13,8 @@ def power_degrees(lengths: Sequence[int], pool: Pool, tokens_a_rank: int | None 
     """
     of_sequences = np.array(lengths, np.int64)
     longest = max(lengths, default=1)
-    powers = 1 << np.arange(max(longest, pool.num_members).bit_length() + 1)
-    most = np.clip(-(-of_sequences // pool.unit), 1, pool.num_members)
+    powers = 1 << np.arange(max(longest, pool.num_cp_ranks).bit_length() + 1)
+    most = np.clip(-(-of_sequences // pool.unit), 1, pool.num_cp_ranks)
     limit = powers[np.searchsorted(powers, most, side="right") - 1]
     tokens = powers[: longest.bit_length() + 1] if tokens_a_rank is None else np.array([tokens_a_rank])
     return np.minimum(powers[np.searchsorted(powers, -(-of_sequences // tokens[:, None]))], limit)
@@ -55,7 +55,7 @@ def makespan_bounds(candidates: Degrees, times: Times, pool: Pool) -> Times:
     shared, sharing_ns = candidates > 1, (pool.cost.near if pool.node_size > 1 else pool.cost).sharing_ns
     slowest = (own + sharing_ns * shared).max(1)
     work = (own * candidates).sum(1) + sharing_ns * (candidates * shared).max(1)
-    bounds: Times = np.where(slowest < NEVER, np.maximum(slowest, work // pool.num_members), NEVER)
+    bounds: Times = np.where(slowest < NEVER, np.maximum(slowest, work // pool.num_cp_ranks), NEVER)
     return bounds
 
 

@@ -47,7 +47,7 @@ def shard_dhp(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     sequences in G groups over P ranks, the former up to eight times.
     """
     if not lengths:
-        return SequenceLayout(pool.num_members, ())
+        return SequenceLayout(pool.num_cp_ranks, ())
     times = degree_times(lengths, pool)
     rows = times.tolist()
     groups = dhp_groups(lengths, within_memory(lengths, times, pool), pool, NEVER, _TARGETS)
@@ -173,11 +173,11 @@ def allocate_ranks(times: Times) -> tuple[int, ...] | None:
     disjoint and have at most `times.shape[1]` ranks together. Of equally good degrees a group takes the
     smallest, the last group first. None if the groups need more ranks. O(groups · ranks²).
     """
-    num_members = times.shape[1]
-    before = np.arange(num_members + 1)[:, None] - np.arange(
-        1, num_members + 1
+    num_cp_ranks = times.shape[1]
+    before = np.arange(num_cp_ranks + 1)[:, None] - np.arange(
+        1, num_cp_ranks + 1
     )  # ranks left to earlier groups
-    least = np.zeros(num_members + 1, np.int64)  # makespan of the groups so far on j ranks
+    least = np.zeros(num_cp_ranks + 1, np.int64)  # makespan of the groups so far on j ranks
     chosen = []
     for row in times:
         outcomes = np.where(before >= 0, np.maximum(least[before], row), NEVER)
@@ -185,7 +185,7 @@ def allocate_ranks(times: Times) -> tuple[int, ...] | None:
         least = outcomes.min(1)
     if least[-1] >= NEVER:
         return None
-    left, degrees = num_members, []
+    left, degrees = num_cp_ranks, []
     for choice in reversed(chosen):
         degrees.append(int(choice[left]) + 1)
         left -= degrees[-1]

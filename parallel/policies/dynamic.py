@@ -58,7 +58,7 @@ class Case:
 def shard_dynamic(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     """Each sequence over as many ranks as it needs."""
     if not lengths:
-        return SequenceLayout(pool.num_members, ())
+        return SequenceLayout(pool.num_cp_ranks, ())
     case = case_of(lengths, pool, degree_times(lengths, pool))
     even = best_even(case)
     return layout_of(case, [even, _best_poured(case, even.makespan if even else NEVER)])
@@ -110,7 +110,7 @@ def evenly(case: Case, degrees: Degrees, limit: int) -> Build | None:
     degree_of = {int(s): int(degrees[s]) for s in np.flatnonzero(degrees > 1)}
     work = sum(row[degree - 1] * degree for row, degree in zip(case.rows, degrees.tolist(), strict=True))
     for number in sorted(degree_of, key=lambda s: -case.rows[s][degree_of[s] - 1]):
-        ranks = _ranks_for(build, number, degree_of[number], work // case.pool.num_members)
+        ranks = _ranks_for(build, number, degree_of[number], work // case.pool.num_cp_ranks)
         build.share(number, sorted(ranks))
         if build.makespan >= limit:
             return None
@@ -123,7 +123,7 @@ def _ranks_for(build: Build, number: int, degree: int, mean: int) -> list[int]:
     """The ranks that share a sequence: the least loaded of a node if that leaves the makespan as it is, or
     below the mean that ranks reach anyhow, or no later than the least loaded of all; else these.
     """
-    emptiest = sorted(range(build.pool.num_members), key=build.ns.__getitem__)
+    emptiest = sorted(range(build.pool.num_cp_ranks), key=build.ns.__getitem__)
     anywhere = emptiest[:degree]
     if degree > build.pool.node_size or build.pool.on_one_node(anywhere):
         return anywhere
@@ -144,7 +144,7 @@ def _best_poured(case: Case, limit: int) -> Build | None:
     """
     rows, order, pool = case.rows, case.order, case.pool
     whole = sum(row[0] for row in rows)
-    mean = whole // pool.num_members
+    mean = whole // pool.num_cp_ranks
     longest = sum(row[0] > mean * 17 // 16 for row in rows)
     best: Build | None = None
     least, amounts = limit, {}
@@ -152,7 +152,7 @@ def _best_poured(case: Case, limit: int) -> Build | None:
         poured = {s: _amount(rows[s], mean) for s in order[:count]}
         amount = sum(poured.values())
         rest = whole - sum(rows[s][0] for s in poured)
-        if (amount + rest) // pool.num_members >= least:
+        if (amount + rest) // pool.num_cp_ranks >= least:
             break
         build = Build(case.lengths, rows, pool)
         if build.place(order[count:]):
@@ -203,7 +203,7 @@ def _timed(whole: Build, parts: Mapping[int, Parts]) -> Build:
     build.placed, build.tokens = whole.placed, [*whole.tokens]
     for number, of_ranks in parts.items():
         build.pour(number, of_ranks)
-    shared = SequenceLayout(whole.pool.num_members, tuple(build.shards(number) for number in parts))
+    shared = SequenceLayout(whole.pool.num_cp_ranks, tuple(build.shards(number) for number in parts))
     added = rank_times(shared, whole.pool.cost)
     build.ns = [ns + time.total_ns for ns, time in zip(whole.ns, added, strict=True)]
     return build

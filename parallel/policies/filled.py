@@ -14,7 +14,7 @@ def filled(lengths: Sequence[int], rows: Sequence[Sequence[int]], pool: Pool) ->
     assert pool.tokens_per_rank is not None, "without a limit, all sequences find room"
     units = {number: -(-length // pool.unit) for number, length in enumerate(lengths)}
     build = Build(lengths, rows, pool)
-    rooms = [pool.tokens_per_rank // pool.unit] * pool.num_members
+    rooms = [pool.tokens_per_rank // pool.unit] * pool.num_cp_ranks
     for number, parts in fill(units, rooms, pool.nodes).items():
         build.pour(number, parts)
     if not build.fits:

@@ -36,7 +36,7 @@ class Pool:
     """
 
     cost: SequenceCost
-    num_members: int
+    num_cp_ranks: int
     unit: int
     tokens_per_rank: int | None
 
@@ -44,7 +44,7 @@ class Pool:
         """Return the pool whose ranks may hold so many tokens together: each its even share, if that is more
         than `tokens_per_rank`.
         """
-        even = -(-tokens // (self.num_members * self.unit)) * self.unit
+        even = -(-tokens // (self.num_cp_ranks * self.unit)) * self.unit
         if self.tokens_per_rank is None or even <= self.tokens_per_rank:
             return self
         wider = replace(self, tokens_per_rank=even)
@@ -54,14 +54,14 @@ class Pool:
 
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
-        """The members of each node, in the order of their first ones; one of all where there is one link."""
+        """The cp ranks of each node, in the order of their first ones; one of all where there is one link."""
         of_node: dict[int, list[int]] = {}
-        for member in range(self.num_members):
-            of_node.setdefault(self.cost.nodes[member] if self.cost.nodes else 0, []).append(member)
+        for cp_rank in range(self.num_cp_ranks):
+            of_node.setdefault(self.cost.nodes[cp_rank] if self.cost.nodes else 0, []).append(cp_rank)
         return tuple(map(tuple, of_node.values()))
 
     def on_one_node(self, ranks: Sequence[int]) -> bool:
-        """Whether members are on one node, or there is one link."""
+        """Whether cp ranks are on one node, or there is one link."""
         if len(self.nodes) == 1:
             return True
         return len(ranks) <= self.node_size and len({self.cost.nodes[rank] for rank in ranks}) == 1
@@ -74,7 +74,7 @@ class Pool:
 
     @cached_property
     def node_size(self) -> int:
-        """Members of the node that has the most: so many may share a sequence and leave no node."""
+        """CP ranks of the node that has the most: so many may share a sequence and leave no node."""
         return max(map(len, self.nodes))
 
     @cached_property
@@ -86,7 +86,8 @@ class Pool:
         """
         size = self.node_size
         return tuple(
-            _scheme_shares(self.cost, degree, -(-degree // size)) for degree in range(1, self.num_members + 1)
+            _scheme_shares(self.cost, degree, -(-degree // size))
+            for degree in range(1, self.num_cp_ranks + 1)
         )
 
     @cached_property
@@ -99,17 +100,17 @@ class Pool:
 
 
 def make_pool(
-    cost: SequenceCost, num_members: int, unit: int = 1, tokens_per_rank: int | None = None
+    cost: SequenceCost, num_cp_ranks: int, unit: int = 1, tokens_per_rank: int | None = None
 ) -> Pool:
-    """Return a pool of so many members. ValueError for sizes that cannot be."""
-    if num_members < 1:
-        raise ValueError(f"num_members={num_members}: a pool has at least one member")
+    """Return a pool of so many cp ranks. ValueError for sizes that cannot be."""
+    if num_cp_ranks < 1:
+        raise ValueError(f"num_cp_ranks={num_cp_ranks}: a pool has at least one cp rank")
     if unit < 1:
         raise ValueError(f"unit={unit}: a splittable unit has at least one token")
     if tokens_per_rank is not None and tokens_per_rank < unit:
         raise ValueError(f"tokens_per_rank={tokens_per_rank}: a rank must hold a unit of {unit} tokens")
     assert cost.shape.window is None, "windowed layers belong to the cost of a token"
-    return Pool(cost, num_members, unit, tokens_per_rank)
+    return Pool(cost, num_cp_ranks, unit, tokens_per_rank)
 
 
 def _scheme_shares(cost: SequenceCost, degree: int, num_nodes: int) -> tuple[tuple[int, int], ...]:
@@ -140,11 +141,11 @@ def degree_times(lengths: Sequence[int], pool: Pool, apart: bool = False) -> Tim
     most = max(map(len, shares))
     table = np.array([[*s, *[s[-1]] * (most - len(s))] for s in shares], np.int64)  # [P, schemes, 2]
     tokens = np.array(lengths, np.int64)[:, None]
-    degrees = np.arange(1, pool.num_members + 1)
+    degrees = np.arange(1, pool.num_cp_ranks + 1)
     pairs = tokens * (tokens + 1) // 2 if cost.shape.causal else tokens * tokens
     millions, rest = np.divmod(pairs, 1_000_000)  # femtoseconds of the whole could overflow
     attention = millions * cost.pair_fs + rest * cost.pair_fs // 1_000_000
-    spent = np.full((len(lengths), pool.num_members), NEVER)
+    spent = np.full((len(lengths), pool.num_cp_ranks), NEVER)
     for scheme in range(most):
         share, exchange_fs = table[:, scheme, 0], table[:, scheme, 1]
         np.minimum(spent, attention * share // _SCALE + tokens * exchange_fs // 1_000_000, out=spent)
@@ -159,7 +160,7 @@ def within_memory(lengths: Sequence[int], times: Times, pool: Pool) -> Times:
     """Times with NEVER where so few ranks do not hold a sequence's tokens."""
     if pool.tokens_per_rank is None:
         return times
-    room = np.arange(1, pool.num_members + 1) * pool.tokens_per_rank
+    room = np.arange(1, pool.num_cp_ranks + 1) * pool.tokens_per_rank
     return np.where(np.array(lengths, np.int64)[:, None] > room, NEVER, times)
 
 
@@ -198,13 +199,13 @@ def even_sizes(length: int, parts: int, unit: int) -> tuple[int, ...]:
     """Tokens of each of so many even shares of a sequence, as `cut` cuts it."""
     sizes = [0] * parts
     for shard in cut(length, [(number, 1) for number in range(parts)], unit):
-        sizes[shard.member] = shard.length
+        sizes[shard.cp_rank] = shard.length
     return tuple(sizes)
 
 
 def most_ranks(length: int, pool: Pool) -> int:
     """Ranks that a sequence can be cut over: at most one for each unit."""
-    return max(1, min(pool.num_members, -(-length // pool.unit)))
+    return max(1, min(pool.num_cp_ranks, -(-length // pool.unit)))
 
 
 def costliest_first(rows: Sequence[Sequence[int]]) -> list[int]:
@@ -226,11 +227,11 @@ class Build:
     ) -> None:
         self.lengths, self.rows, self.pool = lengths, rows, pool
         self.apart = rows if apart is None else apart
-        self.ns = [0] * pool.num_members
-        self.tokens = [0] * pool.num_members
+        self.ns = [0] * pool.num_cp_ranks
+        self.tokens = [0] * pool.num_cp_ranks
         self.placed: dict[int, int] = {}
         self.parts: dict[int, Parts] = {}
-        self.latency = [0] * pool.num_members
+        self.latency = [0] * pool.num_cp_ranks
 
     def share(self, number: int, ranks: Sequence[int]) -> None:
         """Cut a sequence evenly over `ranks`, of which there are not more than it has units."""
@@ -238,7 +239,7 @@ class Build:
         parts, sizes = [(rank, 1) for rank in ranks], even_sizes(length, len(ranks), self.pool.unit)
         if not near and self.pool.cost.shape.causal:
             both_ways = mirrored(parts, self.pool.cost.nodes)
-            held = SequenceLayout(self.pool.num_members, (cut(length, both_ways, self.pool.unit),))
+            held = SequenceLayout(self.pool.num_cp_ranks, (cut(length, both_ways, self.pool.unit),))
             found = tuple(map(held.local_tokens, ranks))
             # Cut twice, a rank may hold a unit more than its even share, or of a short one none.
             fits = (cap is None or self.tokens[rank] + n <= cap for rank, n in zip(ranks, found, strict=True))
@@ -266,7 +267,7 @@ class Build:
         self.parts[number] = parts
         if self.pool.tokens_per_rank is not None:
             for shard in cut(self.lengths[number], parts, self.pool.unit):
-                self.tokens[shard.member] += shard.length
+                self.tokens[shard.cp_rank] += shard.length
 
     def place(self, order: Iterable[int]) -> bool:
         """Put each sequence of `order` whole on the least loaded rank with room; tell if all found one."""
@@ -300,13 +301,13 @@ class Build:
 
     def layout(self) -> SequenceLayout:
         """The finished layout."""
-        return SequenceLayout(self.pool.num_members, tuple(map(self.shards, range(len(self.lengths)))))
+        return SequenceLayout(self.pool.num_cp_ranks, tuple(map(self.shards, range(len(self.lengths)))))
 
 
 def no_room(lengths: Sequence[int], pool: Pool) -> PolicyError:
     """The error of a policy whose sequences do not fit."""
     return PolicyError(
         f"tokens_per_rank={pool.tokens_per_rank}: {len(lengths)} sequences of {sum(lengths)} tokens, the "
-        f"longest {max(lengths)}, find no room on {pool.num_members} ranks with this policy; raise it, take "
+        f"longest {max(lengths)}, find no room on {pool.num_cp_ranks} ranks with this policy; raise it, take "
         "fewer samples a step, or choose a policy that splits sequences"
     )

@@ -25,8 +25,8 @@ class SharingPolicy(Policy):
     `decide(lengths, pool)` gives the shards of each sequence, cut at multiples of `pool.unit`; no rank holds
     more than `pool.tokens_per_rank` tokens, if that is not None. ValueError if they find no room.
 
-    within_replica   each replica's sequences are shared over its own cp members, which are the pool; else the
-                     pool is all members of the domain's replicas, and its sequences those of all of them.
+    within_replica   each replica's sequences are shared over its own cp ranks, which are the pool; else the
+                     pool is all cp ranks of the domain's replicas, and its sequences those of all of them.
                      Items belong to no replica, so encoders cannot take such a policy
     cuts             a sequence may be cut at all; without it, encoders spread whole items over several
                      microbatches at once, which no decision about one microbatch can
@@ -51,8 +51,8 @@ class SharingPolicy(Policy):
 
     def _check(self, layout: SequenceLayout, lengths: Sequence[int], pool: Pool) -> None:
         self.require(
-            layout.num_members == pool.num_members and layout.lengths == tuple(lengths),
-            f"{len(lengths)} sequences are laid out over {pool.num_members} ranks, each with all its tokens",
+            layout.num_cp_ranks == pool.num_cp_ranks and layout.lengths == tuple(lengths),
+            f"{len(lengths)} sequences are laid out over {pool.num_cp_ranks} ranks, each with all its tokens",
         )
         self.require(
             all(shard.start % pool.unit == 0 for shards in layout.shards for shard in shards),
@@ -60,7 +60,9 @@ class SharingPolicy(Policy):
         )
         self.require(
             pool.tokens_per_rank is None
-            or all(layout.local_tokens(member) <= pool.tokens_per_rank for member in range(pool.num_members)),
+            or all(
+                layout.local_tokens(cp_rank) <= pool.tokens_per_rank for cp_rank in range(pool.num_cp_ranks)
+            ),
             f"a rank holds at most {pool.tokens_per_rank} tokens",
         )
         self.require(self.cuts or all(len(shards) == 1 for shards in layout.shards), "sequences stay whole")

@@ -23,18 +23,18 @@ def shard_uniform(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     """Every sequence over all ranks in parts that differ by at most one unit, larger parts first: what
     context parallelism is elsewhere.
     """
-    layout = SequenceLayout(pool.num_members, tuple(_equal_parts(length, pool) for length in lengths))
+    layout = SequenceLayout(pool.num_cp_ranks, tuple(_equal_parts(length, pool) for length in lengths))
     limit = pool.tokens_per_rank
-    if limit is not None and max(map(layout.local_tokens, range(pool.num_members))) > limit:
+    if limit is not None and max(map(layout.local_tokens, range(pool.num_cp_ranks))) > limit:
         raise no_room(lengths, pool)
     return layout
 
 
 def _equal_parts(length: int, pool: Pool) -> tuple[Shard, ...]:
-    units = split_evenly(-(-length // pool.unit), pool.num_members)
+    units = split_evenly(-(-length // pool.unit), pool.num_cp_ranks)
     stops = [min(length, stop * pool.unit) for stop in accumulate(units)]
     starts = [0, *stops]
-    cuts = zip(range(pool.num_members), starts, stops, strict=False)
+    cuts = zip(range(pool.num_cp_ranks), starts, stops, strict=False)
     return tuple(Shard(rank, start, stop - start) for rank, start, stop in cuts if stop > start) or (
         Shard(0, 0, 0),
     )
@@ -51,7 +51,7 @@ def shard_all(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
 
 
 def _everywhere(pool: Pool) -> list[tuple[int, int]]:
-    return [(rank, 1) for rank in range(pool.num_members)]
+    return [(rank, 1) for rank in range(pool.num_cp_ranks)]
 
 
 def shard_long_short(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
@@ -70,12 +70,12 @@ def shard_long_short(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
             last = order[count - 1]
             base += rows[last][most_ranks(lengths[last], pool) - 1] + pool.cost.sharing_ns * (count == 1)
             rest -= rows[last][0]
-        if best is not None and base + rest // pool.num_members >= best.makespan:
+        if best is not None and base + rest // pool.num_cp_ranks >= best.makespan:
             break
         build = Build(lengths, rows, pool)
         for number in order[:count]:
             build.pour(number, _everywhere(pool))
-        build.ns = [base] * pool.num_members
+        build.ns = [base] * pool.num_cp_ranks
         better = build.place(order[count:]) and build.fits
         if better and (best is None or build.makespan < best.makespan):
             best = build
@@ -94,7 +94,7 @@ def shard_hybrid_pow2(lengths: Sequence[int], pool: Pool, tokens_a_rank: int | N
     is not given here, the power of two with the least predicted makespan is taken.
     """
     if not lengths:
-        return SequenceLayout(pool.num_members, ())
+        return SequenceLayout(pool.num_cp_ranks, ())
     times = degree_times(lengths, pool)
     rows, apart = times.tolist(), degree_times(lengths, pool, apart=True).tolist()
     candidates = power_degrees(lengths, pool, tokens_a_rank)
@@ -121,7 +121,7 @@ def _aligned_blocks(
         degree = degree_of[number]
         if degree > 1:
             blocks = [
-                range(first, first + degree) for first in range(0, pool.num_members - degree + 1, degree)
+                range(first, first + degree) for first in range(0, pool.num_cp_ranks - degree + 1, degree)
             ]
             build.share(number, min(blocks, key=lambda block: max(build.ns[rank] for rank in block)))
     if build.makespan >= limit or not build.fits:

@@ -145,7 +145,7 @@ def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:
     size = domain.team
     chunks = [
         replace(chunk, ranks=tuple(range(of[0] * size, (of[-1] + 1) * size)))
-        if chunk.layout.num_members == 1 and (of := teams.get(number))
+        if chunk.layout.num_cp_ranks == 1 and (of := teams.get(number))
         else chunk
         for number, chunk in enumerate(domain.chunks)
     ]

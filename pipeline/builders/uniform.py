@@ -87,7 +87,7 @@ def _dealt(
     """The chunks of a domain, those of one slot dealt to the slots of their encoder, as even as they go."""
     free: dict[str, list[int]] = defaultdict(list)
     for number, chunk in enumerate(domain.chunks):
-        if chunk.layout.num_members == 1 and chunk.component in slots:
+        if chunk.layout.num_cp_ranks == 1 and chunk.component in slots:
             free[chunk.component].append(number)
     chunks = list(domain.chunks)
     for component, numbers in free.items():

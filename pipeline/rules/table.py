@@ -41,7 +41,7 @@ def unclear_chunks(domain: DomainPlan) -> Iterator[str]:
     """Chunks that say different things of their work: nothing else can be checked."""
     for c, chunk in enumerate(domain.chunks):
         items = [domain.items[i] for i in chunk.items if 0 <= i < len(domain.items)]
-        slots, ranks = chunk.layout.num_members, chunk.ranks
+        slots, ranks = chunk.layout.num_cp_ranks, chunk.ranks
         if len(items) < len(chunk.items) or {i.component for i in items} != {chunk.component}:
             yield f"R5: chunk {c} holds items of another component, or of none"
         elif chunk.microbatches != tuple(sorted({i.microbatch for i in items})):

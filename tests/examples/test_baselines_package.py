@@ -207,8 +207,8 @@ def test_what_is_longer_than_the_budget_has_a_pack_of_its_own():
 def test_sequences_are_cut_over_powers_of_two(lengths, pool):
     layout = DYNAMIC_POW2(lengths, pool)  # the kind checks its promise
     assert layout == DYNAMIC_POW2(lengths, pool)
-    members = [len({shard.member for shard in shards}) for shards in layout.shards]
-    assert all(number & (number - 1) == 0 for number in members)
+    degrees = [len({shard.cp_rank for shard in shards}) for shards in layout.shards]
+    assert all(number & (number - 1) == 0 for number in degrees)
 
 
 @settings(deadline=None)

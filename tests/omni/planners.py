@@ -132,7 +132,7 @@ def sharing_of(world: Arrangement, llm_sp: str, encoder_sp: str, budget: Budget)
 
 
 def alone(world: Arrangement, llm_sp: str) -> bool:
-    """Whether members share no sequence."""
+    """Whether cp ranks share no sequence."""
     return (world.llm.cp if SHARING[llm_sp].within_replica else world.pool) == 1
 
 

@@ -44,8 +44,8 @@ def domain(run: tuple[RunSpec, Path]) -> DomainPlan:
 def test_items_shards_and_tiles_are_as_told(domain):
     assert [(i.tokens, i.rows, i.start) for i in domain.items] == [(32, 8, 6), (96, 24, 26)]
     (batch,) = domain.microbatches
-    assert [(s.member, s.start, s.length) for s in batch.layout.shards[0]] == [(0, 0, 26), (1, 26, 26)]
-    assert [(t.member, t.row_start, t.row_count) for t in batch.tiles[0]] == [(0, 0, 37), (1, 37, 15)]
+    assert [(s.cp_rank, s.start, s.length) for s in batch.layout.shards[0]] == [(0, 0, 26), (1, 26, 26)]
+    assert [(t.cp_rank, t.row_start, t.row_count) for t in batch.tiles[0]] == [(0, 0, 37), (1, 37, 15)]
     causal = [sum(range(t.row_start + 1, t.row_start + t.row_count + 1)) for t in batch.tiles[0]]
     assert causal == [703, 675]
 
@@ -70,7 +70,7 @@ def test_op_lists_are_those_of_the_page(domain):
     assert domain.reductions == ((0, 1), (0, 0), (1, 0))
 
 
-def test_targets_fall_to_members_as_told(run):
+def test_targets_fall_to_cp_ranks_as_told(run):
     spec, data = run
     counts = spec.encoders["image"].count
     meta = spec.indexes["mixed"].meta(0, "mixed", lambda _, size: counts(size))

@@ -46,7 +46,7 @@ def steps(world: Arrangement, llm_sp: str, **changes: object) -> list[StepPlan]:
     st.sampled_from([2, 3, 4]),
     st.sampled_from(["dynamic", "dhp"]),
 )
-def test_a_member_holds_its_share_of_a_microbatch_or_of_one_long_sample(cp, dp, llm_sp):
+def test_a_cp_rank_holds_its_share_of_a_microbatch_or_of_one_long_sample(cp, dp, llm_sp):
     world = world_of(cp, dp)
     (plan,) = steps(world, llm_sp)
     long = 0

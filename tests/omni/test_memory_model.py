@@ -35,7 +35,7 @@ AWAY = ("model.llm.layers=8", "model.llm.recompute=full", *NARROW[3:])
 # Links on which to share an item costs nothing.
 AT_ONCE = [f"cluster.{link}_bytes_per_s={10**12}" for link in ("node_link", "link")]
 AT_ONCE += [f"cluster.{link}_latency_ns=0" for link in ("node_link", "link")] + ["cluster.op_overhead_ns=0"]
-# A long sequence on two nodes of two members: each has early and late rows of it, and two tiles.
+# A long sequence on two nodes of two cp ranks: each has early and late rows of it, and two tiles.
 ON_NODES = ["llm_sp=dynamic", "layout.llm.cp=4", "packing=wlb", "pipeline=zero_bubble_h1", *AT_ONCE]
 ON_NODES += ["model.llm.vocab=300", "model.llm.loss_chunk=16", "data.microbatch_tokens=640"]
 CAUSES = {

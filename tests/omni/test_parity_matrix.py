@@ -141,15 +141,15 @@ def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
     texts -= {(d, item.sample) for d, domain in enumerate(domains) for item in domain.items}
     assert texts, "no sample is without items"
     if case.data == "mixed":
-        # Members of all replicas that share sequences pack together: none may be left without items.
+        # CP ranks of all replicas that share sequences pack together: none may be left without items.
         together = case.llm_sp == "dynamic" and case.domain == "dp" and case.dp > 1
         assert together or None in routes, "no microbatch is without items"
         assert len(set(lengths)) > 2, "items are even"
         tails = (
-            batch.layout.padded_tokens(member, case.tp) > batch.layout.local_tokens(member)
+            batch.layout.padded_tokens(cp_rank, case.tp) > batch.layout.local_tokens(cp_rank)
             for domain in domains
             for batch in domain.microbatches
-            for member in range(domain.pool)
+            for cp_rank in range(domain.pool)
         )
         assert case.tp == 1 or any(tails), "no rank has a tail"
     else:

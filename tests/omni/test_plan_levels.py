@@ -94,7 +94,7 @@ def test_groups_divide_the_step_as_dealt_and_domains_have_what_their_group_gives
             replica_of = {mine.index(n): r for r, of in enumerate(replicas) for n in of}
             for batch in plan.domain.microbatches:
                 for sample, shards in zip(batch.samples, batch.layout.shards, strict=True):
-                    assert {s.member // chosen["world"].llm.cp for s in shards} == {replica_of[sample]}
+                    assert {s.cp_rank // chosen["world"].llm.cp for s in shards} == {replica_of[sample]}
     assert given_out == Counter(range(len(taken)))
 
 

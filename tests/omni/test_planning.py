@@ -110,23 +110,23 @@ def test_no_microbatch_exceeds_its_budget(chosen, cursor):
         for batch in domain.microbatches:
             assert batch.layout.lengths == tuple(domain.samples[i].length for i in batch.samples)
             tokens = sum(batch.layout.lengths)
-            held = [batch.layout.local_tokens(member) for member in range(world.pool)]
+            held = [batch.layout.local_tokens(cp_rank) for cp_rank in range(world.pool)]
             if SHARING[chosen["llm_sp"]].finds_room:
                 assert 0 < tokens <= most * world.pool or len(batch.samples) == 1
                 assert max(held) <= max(most, -(-tokens // world.pool))
             else:
                 assert 0 < tokens <= most * world.replicas
                 assert max(held) <= (most if chosen["llm_sp"] == "uniform" else 2 * most)
-            work = [batch.share(member) for member in range(world.pool)]
+            work = [batch.share(cp_rank) for cp_rank in range(world.pool)]
             assert [tokens for tokens, *_ in work] == held
             assert sum(squares for _, squares, _ in work) == sum(n * n for n in batch.layout.lengths)
             if chosen["llm_sp"] == "uniform":
-                # Each replica has its own pack, cut evenly over its members.
+                # Each replica has its own pack, cut evenly over its cp ranks.
                 for first in range(0, world.pool, world.llm.cp):
                     assert sum(held[first : first + world.llm.cp]) <= most
                 for shards, n in zip(batch.layout.shards, batch.layout.lengths, strict=True):
                     assert {piece.length for piece in shards} <= {n // world.llm.cp, -(-n // world.llm.cp)}
-                    assert len({piece.member // world.llm.cp for piece in shards}) == 1
+                    assert len({piece.cp_rank // world.llm.cp for piece in shards}) == 1
 
 
 @settings(deadline=None, max_examples=60)
@@ -166,7 +166,7 @@ def test_chunks_hold_every_item_once_and_add_up(chosen, cursor):
             everyone = tuple(rank for slot in slots for rank in slot)
             assert chunk.ranks in (*slots, everyone)
             is_shared = any(len(shards) > 1 for shards in chunk.layout.shards)
-            assert is_shared == (chunk.layout.num_members > 1)
+            assert is_shared == (chunk.layout.num_cp_ranks > 1)
             assert not (is_shared and chosen["encoder_sp"] == "none")
             for shards, tiles in zip(chunk.layout.shards, chunk.tiles, strict=True):
                 assert all(shard.start % UNIT == 0 for shard in shards), "cut between rows"
@@ -176,12 +176,12 @@ def test_chunks_hold_every_item_once_and_add_up(chosen, cursor):
 def rows_of(chunk: Chunk, domain: DomainPlan) -> list[tuple[int, tuple[int, int]]]:
     """(rank, (microbatch, packed position)) of every row of a chunk, one at a time, in each rank's order."""
     out = []
-    for slot in range(chunk.layout.num_members):
+    for slot in range(chunk.layout.num_cp_ranks):
         rows = []
         for number, shards in zip(chunk.items, chunk.layout.shards, strict=True):
             item = domain.items[number]
             for shard in shards:
-                if shard.member == slot:
+                if shard.cp_rank == slot:
                     first, stop = shard.start // UNIT, (shard.start + shard.length) // UNIT
                     rows += [(item.microbatch, item.start + row) for row in range(first, stop)]
         share, rest = divmod(len(rows), chunk.tp)
@@ -199,10 +199,10 @@ def holders_of(domain: DomainPlan, microbatch: int) -> list[tuple[int, int]]:
     for shards in layout.shards:
         for shard in shards:
             for _ in range(shard.length):
-                tokens.append((shard.member, filled[shard.member]))
-                filled[shard.member] += 1
-    share = {member: max(1, -(-filled[member] // domain.tp)) for member in range(domain.pool)}
-    return [(member * domain.tp + at // share[member], at % share[member]) for member, at in tokens]
+                tokens.append((shard.cp_rank, filled[shard.cp_rank]))
+                filled[shard.cp_rank] += 1
+    share = {cp_rank: max(1, -(-filled[cp_rank] // domain.tp)) for cp_rank in range(domain.pool)}
+    return [(cp_rank * domain.tp + at // share[cp_rank], at % share[cp_rank]) for cp_rank, at in tokens]
 
 
 @settings(deadline=None, max_examples=60)
@@ -260,9 +260,9 @@ def test_replicas_of_a_domain_pass_their_packs_together():
     assert len(plans) == 2
     for domain in (plan.domain for plan in plans):
         assert (domain.pool, domain.tp, domain.party) == (2, 2, 2)
-        members = [{s.member for s in batch.layout.shards for s in s} for batch in domain.microbatches]
-        assert members[0] == {0, 1}
-        assert all(of <= {0, 1} for of in members)
+        cp_ranks = [{s.cp_rank for s in batch.layout.shards for s in s} for batch in domain.microbatches]
+        assert cp_ranks[0] == {0, 1}
+        assert all(of <= {0, 1} for of in cp_ranks)
 
 
 def test_ranks_that_the_statements_of_layers_connect_are_one_party():
@@ -310,7 +310,7 @@ def test_long_items_are_shared_where_the_policy_says_so():
         # A schedule that places chunks may choose the second stage, which waits for the first.
         places = schedule.quanta or schedule.candidates
         assert [chunk.ranks for chunk in own] in ([[(0,)], [(1,)]] if places else [[(0,)]])
-        assert [(chunk.ranks, chunk.layout.num_members, chunk.rows) for chunk in shared] == [
+        assert [(chunk.ranks, chunk.layout.num_cp_ranks, chunk.rows) for chunk in shared] == [
             ((0, 1), 2, (500, 500))
         ]
 
@@ -768,7 +768,7 @@ def test_costly_samples_are_spread_over_replicas():
     assert spread[1] == 0 <= spread[0]
 
 
-def test_members_that_share_sequences_pack_together_and_leave_room_to_level():
+def test_cp_ranks_that_share_sequences_pack_together_and_leave_room_to_level():
     """Four replicas of 40 tokens a pass: where all share, packs of several samples have up to 120 tokens,
     whichever replica got them; where none does, one of 40 of each replica passes.
     """

@@ -25,9 +25,9 @@ from omni.policies import *  # every kind, and what their functions are given
 def first_two(lengths, pool):
     def shards(length):
         units = -(-length // pool.unit)
-        half = min(length, -(-units // min(2, pool.num_members)) * pool.unit)
+        half = min(length, -(-units // min(2, pool.num_cp_ranks)) * pool.unit)
         return (Shard(0, 0, half), Shard(1, half, length - half)) if half < length else (Shard(0, 0, length),)
-    return SequenceLayout(pool.num_members, tuple(map(shards, lengths)))
+    return SequenceLayout(pool.num_cp_ranks, tuple(map(shards, lengths)))
 
 def one_after_the_other(domain, costs):
     def ops(rank):
@@ -86,7 +86,7 @@ def test_every_section_offers_it_and_its_name_is_what_is_printed(folder, section
 
 def test_balance_is_asked_for_domains_and_then_for_their_replicas(folder):
     _, plans = planned(folder, 4, "balance=mine", "layout.domain=2")
-    held = [{s.member for b in p.domain.microbatches for of in b.layout.shards for s in of} for p in plans]
+    held = [{s.cp_rank for b in p.domain.microbatches for of in b.layout.shards for s in of} for p in plans]
     assert held == [set(), {1}]
 
 
@@ -104,10 +104,10 @@ def test_packing_makes_the_packs(folder):
 
 def test_pairing_says_which_packs_pass_together(folder):
     _, plans = planned(folder, 2, "pairing=mine", "layout.domain=2")
-    members = [{s.member for of in b.layout.shards for s in of} for b in plans[0].domain.microbatches]
-    assert members == sorted(members, key=min)
-    assert all(len(of) == 1 for of in members)
-    assert set.union(*members) == {0, 1}
+    cp_ranks = [{s.cp_rank for of in b.layout.shards for s in of} for b in plans[0].domain.microbatches]
+    assert cp_ranks == sorted(cp_ranks, key=min)
+    assert all(len(of) == 1 for of in cp_ranks)
+    assert set.union(*cp_ranks) == {0, 1}
 
 
 def test_placement_says_where_encoders_live(folder):
@@ -126,9 +126,9 @@ def test_sharing_serves_the_llm_and_encoders(folder):
     _, plans = planned(folder, 3, "llm_sp=mine", "encoder_sp=mine", "layout.domain=3")
     domain = plans[0].domain
     parts = [of for batch in domain.microbatches for of in batch.layout.shards]
-    assert {tuple(s.member for s in shards) for shards in parts} == {(0, 1)}
+    assert {tuple(s.cp_rank for s in shards) for shards in parts} == {(0, 1)}
     assert {chunk.ranks for chunk in domain.chunks} == {(0, 1, 2)}
-    assert {s.member for chunk in domain.chunks for of in chunk.layout.shards for s in of} == {0, 1}
+    assert {s.cp_rank for chunk in domain.chunks for of in chunk.layout.shards for s in of} == {0, 1}
 
 
 def test_transport_carries_every_route_that_leaves_its_rank(folder):

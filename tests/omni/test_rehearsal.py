@@ -246,7 +246,7 @@ def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data:
         domain, ranks = plan.domain, spec.arrangement.domain_ranks(plan.number)
         position = ranks.index(rank)
         layouts = [batch.layout for batch in domain.microbatches]
-        tokens = sum(layout.padded_tokens(domain.member(position), 2) for layout in layouts)
+        tokens = sum(layout.padded_tokens(domain.cp_rank(position), 2) for layout in layouts)
         # tp 2 halves the tokens between layers, of width 64, two bytes each; nodes hold two ranks.
         sent = Sent(len(layouts), 0, tokens // 2 * 64 * 2)
         assert found.traffic.get(("forward", "send")) == (sent if domain.is_first(position) else None)

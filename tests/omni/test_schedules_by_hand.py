@@ -123,7 +123,7 @@ def merged_chunks(items: Any, slots: Any, sharing: Any, costs: Any, waves: Any) 
     """Two by two, the image chunks that follow each other on a slot; others as they are."""
     of_slot: dict[Any, list[Chunk]] = defaultdict(list)
     for chunk in make_chunks(items, slots, sharing, costs, waves):
-        of_slot[chunk.component, chunk.ranks, chunk.layout.num_members].append(chunk)
+        of_slot[chunk.component, chunk.ranks, chunk.layout.num_cp_ranks].append(chunk)
     merged = []
     for chunks in of_slot.values():
         size = 2 if chunks[0].component == "image" else 1

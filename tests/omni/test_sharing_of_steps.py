@@ -197,7 +197,7 @@ def even_step(schedule: str, **of_domain: object) -> Planner:
 def waves_of(made: Planner, whole: bool = False) -> set[int]:
     """Of how many microbatches chunks have items that ranks share, or that stay whole."""
     chunks = made.next_step(1, 0, 0).domain.chunks
-    return {len(chunk.microbatches) for chunk in chunks if (chunk.layout.num_members == 1) == whole}
+    return {len(chunk.microbatches) for chunk in chunks if (chunk.layout.num_cp_ranks == 1) == whole}
 
 
 def test_schedules_that_encode_ahead_share_items_of_all_microbatches_at_once():
@@ -238,7 +238,7 @@ def test_microbatches_are_encoded_one_by_one_where_devices_do_not_hold_them_at_o
 
 def test_joint_shares_microbatches_one_by_one_where_devices_do_not_hold_them_at_once():
     def fits(plan: StepPlan) -> bool:
-        return all(len(of.microbatches) == 1 for of in plan.domain.chunks if of.layout.num_members > 1)
+        return all(len(of.microbatches) == 1 for of in plan.domain.chunks if of.layout.num_cp_ranks > 1)
 
     assert waves_of(replace(heavy_step("joint"), fits=fits)) == {1}
 

@@ -15,7 +15,7 @@ Move = tuple[int, int, int, int]  # source, row, destination, token
 
 @dataclass(frozen=True)
 class Problem:
-    """Runs of rows over a layout whose members are `tp` ranks each; the ranks after them only encode."""
+    """Runs of rows over a layout whose cp ranks are `tp` ranks each; the ranks after them only encode."""
 
     runs: tuple[Rows, ...]
     layout: SequenceLayout
@@ -30,15 +30,15 @@ class Problem:
 
     def places(self) -> list[tuple[int, int]]:
         """Rank and local index of every packed token, one token at a time."""
-        held = [0] * self.layout.num_members
+        held = [0] * self.layout.num_cp_ranks
         order = []
         for pieces in self.layout.shards:
             for piece in pieces:
                 for _ in range(piece.length):
-                    order.append((piece.member, held[piece.member]))
-                    held[piece.member] += 1
+                    order.append((piece.cp_rank, held[piece.cp_rank]))
+                    held[piece.cp_rank] += 1
         shares = [max(1, -(-tokens // self.tp)) for tokens in held]
-        return [(member * self.tp + at // shares[member], at % shares[member]) for member, at in order]
+        return [(cp_rank * self.tp + at // shares[cp_rank], at % shares[cp_rank]) for cp_rank, at in order]
 
     def tokens(self, rank: int) -> int:
         """Places that a rank holds, padding left out."""
@@ -62,31 +62,31 @@ def moves(route: Route) -> list[Move]:
     )
 
 
-def random_layout(random: Random, members: int) -> SequenceLayout:
-    """Up to five sequences, each cut into up to five shards of any length on any members."""
+def random_layout(random: Random, num_cp_ranks: int) -> SequenceLayout:
+    """Up to five sequences, each cut into up to five shards of any length on any cp ranks."""
     shards = []
     for _ in range(random.choice((0, 1, 2, 3, 4, 5, 5, 5))):
         start, cut = 0, []
         for _ in range(random.randint(0, 5)):
             length = random.choice((0, 1, *(random.randint(2, 9) for _ in range(3))))
-            cut.append(Shard(random.randrange(members), start, length))
+            cut.append(Shard(random.randrange(num_cp_ranks), start, length))
             start += length
         shards.append(tuple(cut))
-    return SequenceLayout(members, tuple(shards))
+    return SequenceLayout(num_cp_ranks, tuple(shards))
 
 
 def random_problem(random: Random, num_ranks: int | None = None) -> Problem:
-    """Disjoint runs of rows in any order over members of any number and tp, with ranks that only encode.
+    """Disjoint runs of rows in any order over cp ranks of any number and tp, with ranks that only encode.
 
     Each source's rows are counted run by run. Any rank may encode, and any may get nothing.
     """
     if num_ranks is None:
-        tp, members = random.randint(1, 4), random.randint(1, 5)
-        num_ranks = tp * members + random.randint(0, 3)
+        tp, num_cp_ranks = random.randint(1, 4), random.randint(1, 5)
+        num_ranks = tp * num_cp_ranks + random.randint(0, 3)
     else:
         tp = random.randint(1, num_ranks)
-        members = random.randint(1, num_ranks // tp)
-    layout = random_layout(random, members)
+        num_cp_ranks = random.randint(1, num_ranks // tp)
+    layout = random_layout(random, num_cp_ranks)
     total = sum(layout.lengths)
     cuts = sorted(random.randint(0, total) for _ in range(random.choice((0, *range(2, 14)))))
     spans = list(zip(cuts[::2], cuts[1::2], strict=False))

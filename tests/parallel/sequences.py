@@ -31,7 +31,7 @@ def makespan(layout: SequenceLayout, cost: SequenceCost) -> int:
 
 def ideal(lengths: list[int], pool: Pool) -> float:
     """Nanoseconds if all work were spread evenly and nothing had to travel."""
-    return int(degree_times(lengths, pool)[:, 0].sum()) / pool.num_members
+    return int(degree_times(lengths, pool)[:, 0].sum()) / pool.num_cp_ranks
 
 
 lengths_of = st.lists(st.integers(0, 60) | st.integers(0, 100_000), max_size=12)
@@ -39,7 +39,7 @@ lengths_of = st.lists(st.integers(0, 60) | st.integers(0, 100_000), max_size=12)
 
 @st.composite
 def pools(draw) -> Pool:
-    cost, members = draw(st.sampled_from([VIT, LLM])), draw(st.integers(1, 9))
+    cost, num_cp_ranks = draw(st.sampled_from([VIT, LLM])), draw(st.integers(1, 9))
     if size := draw(st.sampled_from([0, 1, 2, 4])):
-        cost = replace(cost, inside=INSIDE, nodes=tuple(member // size for member in range(members)))
-    return make_pool(cost, members, draw(st.sampled_from([1, 4, 64])))
+        cost = replace(cost, inside=INSIDE, nodes=tuple(cp_rank // size for cp_rank in range(num_cp_ranks)))
+    return make_pool(cost, num_cp_ranks, draw(st.sampled_from([1, 4, 64])))

@@ -222,7 +222,7 @@ def document(name: str, text: str, rows: tuple[int, ...]) -> tuple[Sample, Sampl
 
 
 def test_every_placeholder_token_gets_one_row_and_no_other_token_does():
-    """A microbatch of three samples over two pipeline-pool members of two ranks; rank 4 encodes."""
+    """A microbatch of three samples over two pipeline-pool cp ranks of two ranks; rank 4 encodes."""
     documents = [
         document("a", f"x{PLACEHOLDER}y", (3,)),
         document("plain", "only text", ()),

@@ -131,35 +131,35 @@ def cases() -> Iterator[tuple[list[int], Pool]]:
     """1,000 of them: short and long sequences, empty ones too, with and without room to spare, on nodes."""
     for seed in range(1000):
         random = Random(seed)
-        members, unit = random.randint(1, 12), random.choice([1, 1, 4, 64])
+        num_cp_ranks, unit = random.randint(1, 12), random.choice([1, 1, 4, 64])
         median = random.choice([40, 3000])
         lengths = [
             min(131_072, int(median * random.lognormvariate(0, 1.4))) for _ in range(random.randint(1, 40))
         ]
         units = sum(-(-length // unit) for length in lengths)
         room = random.choice([None, None, units * 2, units * 5 // 4, units])
-        tokens = None if room is None else max(1, -(-room // members)) * unit + random.randrange(unit)
+        tokens = None if room is None else max(1, -(-room // num_cp_ranks)) * unit + random.randrange(unit)
         cost = VIT
         if size := random.choice([0, 2, 3]):
-            nodes = tuple(member // size for member in range(members))
+            nodes = tuple(cp_rank // size for cp_rank in range(num_cp_ranks))
             cost = replace(VIT, inside=Link(8_000, 450 * 10**9), nodes=nodes)
-        yield lengths, make_pool(cost, members, unit, tokens)
+        yield lengths, make_pool(cost, num_cp_ranks, unit, tokens)
 
 
 def groups_in(layout: SequenceLayout) -> set[tuple[int, ...]]:
     """The ranks that each sequence is on."""
-    return {tuple(sorted(shard.member for shard in shards)) for shards in layout.shards}
+    return {tuple(sorted(shard.cp_rank for shard in shards)) for shards in layout.shards}
 
 
 def test_every_layout_of_dhp_keeps_what_a_sharing_policy_promises():
     apart = 0
     for lengths, pool in cases():
         layout = shard_dhp(lengths, pool)
-        assert layout.num_members == pool.num_members
+        assert layout.num_cp_ranks == pool.num_cp_ranks
         assert layout.lengths == tuple(lengths)
         assert all(shard.start % pool.unit == 0 for shards in layout.shards for shard in shards)
         if pool.tokens_per_rank is not None:
-            assert max(map(layout.local_tokens, range(pool.num_members))) <= pool.tokens_per_rank
+            assert max(map(layout.local_tokens, range(pool.num_cp_ranks))) <= pool.tokens_per_rank
         shared = [set(ranks) for ranks in groups_in(layout)]
         side_by_side = all(one == other or not one & other for one, other in product(shared, shared))
         assert side_by_side or pool.tokens_per_rank is not None, (lengths, pool)
@@ -176,7 +176,7 @@ def test_groups_of_dhp_share_evenly_and_leave_no_sequence_the_whole_time():
     lengths = [100_000, 100_000, *[1000] * 40]
     pool = make_pool(VIT, 8)
     layout = shard_dhp(lengths, pool)
-    long, other = (sorted(shard.member for shard in layout.shards[s]) for s in (0, 1))
+    long, other = (sorted(shard.cp_rank for shard in layout.shards[s]) for s in (0, 1))
     assert not set(long) & set(other)
     assert len(long) > 1 < len(other)
     for shards in layout.shards:

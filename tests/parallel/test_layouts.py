@@ -209,7 +209,7 @@ def test_domains_partition_the_world(world):
 
 @settings(deadline=None, max_examples=200)
 @given(arrangements())
-def test_positions_of_a_stage_are_members_of_tp_ranks(world):
+def test_positions_of_a_stage_are_cp_ranks_of_tp_ranks(world):
     assert world.stage_size == world.llm.tp * world.pool
     assert world.pool == world.llm.cp * world.replicas
     assert world.num_domains * world.replicas == world.llm.dp
@@ -218,8 +218,8 @@ def test_positions_of_a_stage_are_members_of_tp_ranks(world):
         for stage in range(world.llm.pp):
             of_stage = ranks[stage * world.stage_size : (stage + 1) * world.stage_size]
             assert of_stage == world.mesh.group(of_stage[0], "tp", "cp", "replica")
-            for member in range(world.pool):
-                tp = of_stage[member * world.llm.tp : (member + 1) * world.llm.tp]
+            for cp_rank in range(world.pool):
+                tp = of_stage[cp_rank * world.llm.tp : (cp_rank + 1) * world.llm.tp]
                 assert tp == world.mesh.group(tp[0], "tp")
         # Neighbours in the pipeline are one stage apart.
         for position in range(world.llm_size - world.stage_size):

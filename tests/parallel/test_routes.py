@@ -19,9 +19,9 @@ problems = st.randoms(use_true_random=False).map(random_problem)
 
 @settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 6), st.integers(1, 5))
-def test_intervals_and_local_views_tell_the_same_as_counting_tokens(random, members, tp):
-    layout = random_layout(random, members)
-    place = Problem((), layout, tp, members * tp).places()
+def test_intervals_and_local_views_tell_the_same_as_counting_tokens(random, num_cp_ranks, tp):
+    layout = random_layout(random, num_cp_ranks)
+    place = Problem((), layout, tp, num_cp_ranks * tp).places()
     told = [
         (interval.start + i, (interval.rank, interval.local_start + i))
         for interval in layout.intervals(tp)

@@ -50,10 +50,10 @@ POLICIES = own(SharingPolicy)
 @given(lengths=lengths_of, pool=pools())
 def test_every_layout_holds_the_sequences_cut_at_units(name, lengths, pool):
     layout = POLICIES[name](lengths, pool)
-    assert layout.num_members == pool.num_members
+    assert layout.num_cp_ranks == pool.num_cp_ranks
     assert layout.lengths == tuple(lengths)
     for shards in layout.shards:
-        runs = Counter(s.member for s in shards)
+        runs = Counter(s.cp_rank for s in shards)
         assert max(runs.values()) <= (2 if len(pool.nodes) > 1 and pool.cost.shape.causal else 1)
         assert all(s.start % pool.unit == 0 for s in shards)
         assert all(s.length for s in shards) or len(shards) == 1
@@ -103,7 +103,7 @@ def test_who_finds_room_fails_only_where_units_outnumber_it(lengths, num_ranks, 
 
 @pytest.mark.parametrize(
     "arguments, what",
-    [((0,), "num_members=0"), ((2, 0), "unit=0"), ((2, 4, 3), "tokens_per_rank=3")],
+    [((0,), "num_cp_ranks=0"), ((2, 0), "unit=0"), ((2, 4, 3), "tokens_per_rank=3")],
 )
 def test_pools_that_cannot_be_are_refused(arguments, what):
     with pytest.raises(ValueError, match=what):
@@ -128,14 +128,14 @@ def test_cuts_follow_weights_to_the_nearest_unit(length, weights, unit):
     parts = [(rank + 3, weight) for rank, weight in enumerate(weights)]
     shards = cut(length, parts, unit)
     units = -(-length // unit)
-    ends = {s.member: s.start + s.length for s in shards}
+    ends = {s.cp_rank: s.start + s.length for s in shards}
     before = 0
     for rank, weight in parts:
         before += weight
         if rank in ends:
             nearest = units * before / sum(weights)
             assert abs(-(-ends[rank] // unit) - nearest) <= 0.5 + 1e-9
-    assert [s.member for s in shards] == sorted(s.member for s in shards)
+    assert [s.cp_rank for s in shards] == sorted(s.cp_rank for s in shards)
 
 
 @pytest.mark.parametrize("name", COSTS)
@@ -171,7 +171,7 @@ def test_times_know_units_and_do_not_overflow():
 def test_none_is_longest_processing_time_first():
     pool = make_pool(VIT, 3)
     layout = shard_none([50_000, 10_000, 20_000, 20_000, 30_000], pool)
-    assert [[s.member for s in shards] for shards in layout.shards] == [[0], [2], [2], [2], [1]]
+    assert [[s.cp_rank for s in shards] for shards in layout.shards] == [[0], [2], [2], [2], [1]]
 
 
 def test_all_cuts_everything_evenly():
@@ -191,7 +191,7 @@ def long_short_by_hand(lengths: list[int], pool: Pool) -> int:
     found = []
     for count in range(len(order) + 1):
         base = sum(rows[i][most_ranks(lengths[i], pool) - 1] for i in order[:count])
-        loads = [base + pool.cost.sharing_ns * (count > 0)] * pool.num_members
+        loads = [base + pool.cost.sharing_ns * (count > 0)] * pool.num_cp_ranks
         for i in order[count:]:
             loads[loads.index(min(loads))] += rows[i][0]
         found.append(max(loads))
@@ -209,12 +209,12 @@ def test_long_short_takes_the_best_threshold(lengths, num_ranks, unit):
     loads = [0] * num_ranks
     for length, row, shards in zip(lengths, rows, layout.shards, strict=True):
         if len(shards) == 1 and most_ranks(length, pool) > 1:
-            loads[shards[0].member] += row[0]
+            loads[shards[0].cp_rank] += row[0]
         else:
             assert len(shards) == most_ranks(length, pool)
             loads = [ns + row[len(shards) - 1] for ns in loads] if len(shards) > 1 else loads
             if len(shards) == 1:
-                loads[shards[0].member] += row[0]
+                loads[shards[0].cp_rank] += row[0]
     if any(len(shards) > 1 for shards in layout.shards):
         loads = [ns + pool.cost.sharing_ns for ns in loads]
     assert max(loads) == long_short_by_hand(lengths, pool)
@@ -234,8 +234,8 @@ def test_hybrid_takes_the_least_power_of_two_in_aligned_blocks(lengths, num_rank
             needed *= 2
         units = 1 << (length.bit_length() - 1)
         assert len(shards) == min(needed, largest, units)
-        assert shards[0].member % len(shards) == 0
-        assert [s.member for s in shards] == list(range(shards[0].member, shards[0].member + len(shards)))
+        assert shards[0].cp_rank % len(shards) == 0
+        assert [s.cp_rank for s in shards] == list(range(shards[0].cp_rank, shards[0].cp_rank + len(shards)))
 
 
 def test_hybrid_without_a_threshold_takes_the_best_power_of_two():
@@ -374,7 +374,7 @@ def test_every_layout_gets_tiles_that_move_only_what_is_shared(name):
                 moved = moved_elements(plan_tiles(layout, (tiles,), rank, LLM.shape, 1))
                 told = volumes.get(rank, Volume())
                 assert moved.total == told.sent_in + told.sent_out
-                assert not moved.total or rank in {s.member for s in shards}
+                assert not moved.total or rank in {s.cp_rank for s in shards}
 
 
 def test_planning_takes_milliseconds():

@@ -68,7 +68,7 @@ class Case:
         )
 
     def tile_plans(self):
-        ranks = range(self.layout.num_members)
+        ranks = range(self.layout.num_cp_ranks)
         return [plan_tiles(self.layout, self.tiles, rank, self.shape, SIZE) for rank in ranks]
 
 
@@ -212,7 +212,7 @@ def held_rows(case, rank, of_sequences, shared):
     rows = [of_sequences[0][:0]]
     for number, shards in enumerate(case.layout.shards):
         if bool(case.tiles[number]) == shared:
-            rows += [of_sequences[number][s.start : s.start + s.length] for s in shards if s.member == rank]
+            rows += [of_sequences[number][s.start : s.start + s.length] for s in shards if s.cp_rank == rank]
     return torch.cat(rows)
 
 
@@ -222,7 +222,7 @@ def what_tiles_read(case, rank, sequences):
     for number, tiles in enumerate(case.tiles):
         length = case.layout.lengths[number]
         for tile in tiles:
-            if tile.member == rank:
+            if tile.cp_rank == rank:
                 for head in range(tile.head_start, tile.head_start + tile.head_count):
                     for row in range(tile.row_start, tile.row_start + tile.row_count):
                         seen = [
@@ -467,7 +467,7 @@ def test_the_cost_model_counts_what_moves(seed, world):
     case = random_case(seed, world)
     for shards, tiles in zip(case.layout.shards, case.tiles, strict=True):
         tiles = tuple(tile for tile in tiles if tile.head_count and tile.row_count)
-        if not tiles or len({s.member for s in shards}) < len(shards):
+        if not tiles or len({s.cp_rank for s in shards}) < len(shards):
             continue
         layout = SequenceLayout(world, (shards,))
         counted = exchange_volume(tiles, shards, case.shape)
@@ -571,7 +571,7 @@ class Problem:
             of_sequences[number][s.start : s.start + s.length]
             for number, shards in enumerate(case.layout.shards)
             for s in shards
-            if s.member == rank
+            if s.cp_rank == rank
         ]
         return torch.cat([*rows, of_sequences[num + rank]])
 
@@ -642,7 +642,7 @@ def attend_cases(rank, world, seeds):
             source, target = plan.tiles.incoming.source, plan.tiles.incoming.target
             seen["mute"] += not (sum(source.counts) or sum(target.counts))
             seen["replicated"] += not source.disjoint[1]
-            degrees = [len({s.member for s in shards}) for shards in case.layout.shards]
+            degrees = [len({s.cp_rank for s in shards}) for shards in case.layout.shards]
             five = case.shape.heads == case.shape.kv_heads == 5
             grouped = (case.shape.heads, case.shape.kv_heads) == (8, 2)
             seen["five over three"] += five and 3 in degrees

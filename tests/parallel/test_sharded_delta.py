@@ -47,7 +47,7 @@ def parts(x: torch.Tensor, layout: SequenceLayout, rank: int) -> torch.Tensor:
         of[shard.start : shard.start + shard.length]
         for of, shards in zip(x.split(layout.lengths), layout.shards, strict=True)
         for shard in shards
-        if shard.member == rank
+        if shard.cp_rank == rank
     ]
     return torch.cat([*own, torch.zeros(TAIL, *x.shape[1:], dtype=x.dtype)])
 

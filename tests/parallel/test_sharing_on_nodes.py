@@ -17,23 +17,23 @@ from parallel.schemes import SequenceCost, layer_exchange_ns, rank_times
 from parallel.sequence import SequenceLayout, Shard
 
 
-def on_nodes(members: int, size: int = 8) -> SequenceCost:
-    """The ViT on nodes of so many members."""
-    return replace(VIT, inside=INSIDE, nodes=tuple(member // size for member in range(members)))
+def on_nodes(num_cp_ranks: int, size: int = 8) -> SequenceCost:
+    """The ViT on nodes of so many cp ranks."""
+    return replace(VIT, inside=INSIDE, nodes=tuple(cp_rank // size for cp_rank in range(num_cp_ranks)))
 
 
 def crossing(layout: SequenceLayout, cost: SequenceCost) -> int:
-    """Sequences that members of several nodes share."""
-    return sum(len({cost.nodes[shard.member] for shard in shards}) > 1 for shards in layout.shards)
+    """Sequences that cp ranks of several nodes share."""
+    return sum(len({cost.nodes[shard.cp_rank] for shard in shards}) > 1 for shards in layout.shards)
 
 
-@pytest.mark.parametrize("members", [16, 32])
-def test_what_a_node_can_share_stays_on_it_and_no_step_is_longer(members):
-    cost, crossed, blindly = on_nodes(members), 0, 0
+@pytest.mark.parametrize("num_cp_ranks", [16, 32])
+def test_what_a_node_can_share_stays_on_it_and_no_step_is_longer(num_cp_ranks):
+    cost, crossed, blindly = on_nodes(num_cp_ranks), 0, 0
     for seed in range(8):
-        lengths = heavy_tailed(8 * members, 100 + seed)
-        found = shard_dynamic(lengths, make_pool(cost, members, 4))
-        blind = shard_dynamic(lengths, make_pool(VIT, members, 4))
+        lengths = heavy_tailed(8 * num_cp_ranks, 100 + seed)
+        found = shard_dynamic(lengths, make_pool(cost, num_cp_ranks, 4))
+        blind = shard_dynamic(lengths, make_pool(VIT, num_cp_ranks, 4))
         crossed, blindly = crossed + crossing(found, cost), blindly + crossing(blind, cost)
         assert makespan(found, cost) <= 1.004 * makespan(blind, cost)
     assert crossed * 4 <= blindly, (crossed, blindly)
@@ -42,14 +42,14 @@ def test_what_a_node_can_share_stays_on_it_and_no_step_is_longer(members):
 def test_a_sequence_crosses_nodes_where_that_pays():
     cost = on_nodes(16)
     (shards,) = shard_dynamic([400_000], make_pool(cost, 16, 4)).shards
-    assert {cost.nodes[shard.member] for shard in shards} == {0, 1}
+    assert {cost.nodes[shard.cp_rank] for shard in shards} == {0, 1}
     # Two of half the work each have a node each.
     layout = shard_dynamic([200_000] * 2, make_pool(cost, 16, 4))
     assert crossing(layout, cost) == 0
     assert {len(shards) for shards in layout.shards} == {8}
 
 
-def test_nodes_of_one_member_or_one_node_change_nothing():
+def test_nodes_of_one_cp_rank_or_one_node_change_nothing():
     lengths = heavy_tailed(64, 3)
     for nodes in (tuple(range(8)), (0,) * 8):
         link = LINK if len(set(nodes)) > 1 else INSIDE
@@ -59,7 +59,7 @@ def test_nodes_of_one_member_or_one_node_change_nothing():
         assert shard_hybrid_pow2(lengths, make_pool(cost, 8, 4)) == shard_hybrid_pow2(lengths, plain)
 
 
-def test_an_exchange_takes_the_link_that_its_members_have_and_both_work_at_once():
+def test_an_exchange_takes_the_link_that_its_cp_ranks_have_and_both_work_at_once():
     cost, lengths = on_nodes(4, 2), [40_000, 30_000]
     inside = (Shard(0, 0, 20_000), Shard(1, 20_000, 20_000))
     across = (Shard(1, 0, 15_000), Shard(2, 15_000, 15_000))

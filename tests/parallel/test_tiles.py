@@ -90,7 +90,7 @@ def pairs_one_by_one(rows: range, length: int, shape: AttentionShape) -> int:
 
 def volume_one_by_one(tiles, shards, shape, nodes=range(99)) -> dict[int, Volume]:
     """What travels to ranks of other `nodes`: of ranks on a node each, to any other rank."""
-    holder = {token: s.member for s in shards for token in range(s.start, s.start + s.length)}
+    holder = {token: s.cp_rank for s in shards for token in range(s.start, s.start + s.length)}
     group = shape.heads // shape.kv_heads
     sent_in, received_in = defaultdict(int), defaultdict(int)
     sent_out, received_out = defaultdict(int), defaultdict(int)
@@ -98,19 +98,19 @@ def volume_one_by_one(tiles, shards, shape, nodes=range(99)) -> dict[int, Volume
     for t in tiles:
         for head in range(t.head_start, t.head_start + t.head_count):
             for row in range(t.row_start, t.row_start + t.row_count):
-                if nodes[holder[row]] != nodes[t.member]:
+                if nodes[holder[row]] != nodes[t.cp_rank]:
                     sent_in[holder[row]] += 1
-                    received_in[t.member] += 1
-                    sent_out[t.member] += 1
+                    received_in[t.cp_rank] += 1
+                    sent_out[t.cp_rank] += 1
                     received_out[holder[row]] += 1
             start, stop = context(t.row_start, t.row_count, len(holder), shape)
-            keys[t.member] |= {(head // group, token) for token in range(start, stop)}
+            keys[t.cp_rank] |= {(head // group, token) for token in range(start, stop)}
     for rank, wanted in keys.items():
         for _, token in wanted:
             if nodes[holder[token]] != nodes[rank]:
                 sent_in[holder[token]] += 2
                 received_in[rank] += 2
-    ranks = {s.member for s in shards} | {t.member for t in tiles}
+    ranks = {s.cp_rank for s in shards} | {t.cp_rank for t in tiles}
     return {r: Volume(sent_in[r], received_in[r], sent_out[r], received_out[r]) for r in sorted(ranks)}
 
 
@@ -142,7 +142,7 @@ def test_tiles_partition_heads_and_rows(scheme, shards, shape):
         for row in range(t.row_start, t.row_start + t.row_count)
     ]
     assert sorted(cells) == [(head, row) for head in range(shape.heads) for row in range(length)]
-    assert {t.member for t in tiles} <= {s.member for s in shards if s.length}
+    assert {t.cp_rank for t in tiles} <= {s.cp_rank for s in shards if s.length}
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -154,7 +154,7 @@ def test_work_and_volume_are_those_of_counting_one_by_one(scheme, shards, shape)
     work = defaultdict(int)
     for t in tiles:
         rows = range(t.row_start, t.row_start + t.row_count)
-        work[t.member] += t.head_count * pairs_one_by_one(rows, length, shape)
+        work[t.cp_rank] += t.head_count * pairs_one_by_one(rows, length, shape)
     assert attention_work(tiles, length, shape) == work
     assert exchange_volume(tiles, shards, shape) == volume_one_by_one(tiles, shards, shape)
 
@@ -176,8 +176,8 @@ def test_volume_of_tiles_that_no_scheme_makes(shards, shape, data):
 @settings(deadline=None)
 @given(cuts(), shapes())
 def test_comparing_tilings_says_what_asking_one_by_one_says(shards, shape):
-    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(s.member for s in shards))}
-    held = [Shard(numbers[s.member], s.start, s.length) for s in shards]
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(s.cp_rank for s in shards))}
+    held = [Shard(numbers[s.cp_rank], s.start, s.length) for s in shards]
     tilings = [tiles for _, tiles in scheme_tiles(held, shape)]
     works, volumes, leaving = compare(tilings, held, shape)
     assert leaving is volumes
@@ -195,8 +195,8 @@ def test_comparing_tilings_says_what_asking_one_by_one_says(shards, shape):
 @given(cuts(), shapes(), st.lists(st.integers(0, 2), min_size=10, max_size=10))
 def test_what_leaves_a_node_is_what_ranks_of_others_want(shards, shape, nodes):
     shape = replace(shape, window=None)
-    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(s.member for s in shards))}
-    held = [Shard(numbers[s.member], s.start, s.length) for s in shards]
+    numbers = {rank: number for number, rank in enumerate(dict.fromkeys(s.cp_rank for s in shards))}
+    held = [Shard(numbers[s.cp_rank], s.start, s.length) for s in shards]
     tilings = [tiles for _, tiles in scheme_tiles(held, shape)]
     _, volumes, leaving = compare(tilings, held, shape, nodes[: len(numbers)])
     for tiles, volume, far in zip(tilings, volumes.tolist(), leaving.tolist(), strict=True):
@@ -330,7 +330,7 @@ def test_balanced_work_is_in_proportion_to_tokens_within_half_a_row(shards, shap
         work = attention_work(make(shards, shape), length, shape)
         done = 0
         for s in shards:
-            done += work.get(s.member, 0)
+            done += work.get(s.cp_rank, 0)
             # A cut is off by at most half a row of the heads that it cuts, and by rounding down.
             assert abs(done - total * (s.start + s.length) / length) <= heads * (longest_row / 2 + 1), make
 
@@ -382,7 +382,7 @@ def test_on_nodes_only_keys_and_values_of_a_ranks_own_heads_cross():
     check_tiles(tiles, LENGTH, shape)
     work = attention_work(tiles, LENGTH, shape)
     assert max(work.values()) < 1.001 * sum(work.values()) / 4
-    assert {(t.member, t.head_start, t.head_count) for t in tiles} == {
+    assert {(t.cp_rank, t.head_start, t.head_count) for t in tiles} == {
         (0, 0, 4), (1, 4, 4), (2, 0, 4), (3, 4, 4),
     }  # fmt: skip
     _, _, (leaving,) = compare([tiles], shards, shape, nodes)

@@ -144,8 +144,8 @@ def make_plan(
     """A step of one domain, made of the parts that the planner is made of, but for its policies.
 
     The schedule is one of ours by name, or any builder; it is told that ops take `costs`. A microbatch has a
-    sequence for each member of the pool: on this member, or cut over any of them at random. A number in place
-    of a shape is that of stages with one rank each.
+    sequence for each cp rank of the pool: on this cp rank, or cut over any of them at random. A number in
+    place of a shape is that of stages with one rank each.
     """
     shape = Shape(shape) if isinstance(shape, int) else shape
     train = schedule != "forward_only"
@@ -209,7 +209,7 @@ def _slots(domain: DomainPlan) -> dict[str, list[tuple[int, ...]]]:
     """Where chunks of one slot may go: to any of their encoder's home, if all have the same size."""
     slots = {}
     for name, (first, stop) in zip(COMPONENTS, domain.homes, strict=True):
-        sizes = {c.tp for c in domain.chunks if c.component == name and c.layout.num_members == 1}
+        sizes = {c.tp for c in domain.chunks if c.component == name and c.layout.num_cp_ranks == 1}
         if len(sizes) == 1 and (stop - first) % (size := sizes.pop()) == 0:
             slots[name] = [tuple(range(start, start + size)) for start in range(first, stop, size)]
     return slots
@@ -277,10 +277,10 @@ def _microbatch(shape: Shape, m: int, lengths: list[int], cuts: Random | None) -
         if cuts is None or cuts.random() < 0.5:
             pieces[q] = [0, length]
         else:
-            members = cuts.sample(range(shape.pool), cuts.randint(1, shape.pool))
-            places = sorted(cuts.randint(0, length) for _ in members[1:])
-            for member, start, stop in zip(members, [0, *places], [*places, length], strict=True):
-                pieces[member] = [start, stop]
-        shards.append(tuple(Shard(member, start, stop - start) for member, (start, stop) in pieces.items()))
+            cp_ranks = cuts.sample(range(shape.pool), cuts.randint(1, shape.pool))
+            places = sorted(cuts.randint(0, length) for _ in cp_ranks[1:])
+            for cp_rank, start, stop in zip(cp_ranks, [0, *places], [*places, length], strict=True):
+                pieces[cp_rank] = [start, stop]
+        shards.append(tuple(Shard(cp_rank, start, stop - start) for cp_rank, (start, stop) in pieces.items()))
     samples = tuple(range(m * shape.pool, (m + 1) * shape.pool))
     return Microbatch(samples, SequenceLayout(shape.pool, tuple(shards)), ((),) * shape.pool)

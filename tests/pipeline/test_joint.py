@@ -110,7 +110,7 @@ def test_activations_of_encoders_stay_under_their_bound(room):
 def test_chunks_that_all_ranks_share_come_before_the_pipeline_and_after_it():
     costs = costs_of(300)
     domain = domain_of("joint", costs, shared=True)
-    shared = {number for number, chunk in enumerate(domain.chunks) if chunk.layout.num_members > 1}
+    shared = {number for number, chunk in enumerate(domain.chunks) if chunk.layout.num_cp_ranks > 1}
     assert len(shared) == 3
     for ops in domain.ops:
         compute = [op for op in ops if op.kind in COMPUTE]

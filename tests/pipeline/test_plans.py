@@ -23,8 +23,8 @@ HERE = Path(__file__).parent
 
 
 def a_plan() -> StepPlan:
-    """Two stages of two members with a team of two ranks, and a team beside them, with halves of backwards, a
-    quantum of two microbatches, an attach point beside the embedding and reductions of parts.
+    """Two stages of two cp ranks with a team of two ranks, and a team beside them, with halves of backwards,
+    a quantum of two microbatches, an attach point beside the embedding and reductions of parts.
     """
     work = [
         Work("image", 0, (2, 3), (2, 1)),

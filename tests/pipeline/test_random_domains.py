@@ -54,7 +54,7 @@ def facts(plan: StepPlan) -> set[tuple[object, ...]]:
         ("frozen", *plan.frozen),
     }
     for chunk in domain.chunks:
-        seen |= {("slots of a chunk", chunk.layout.num_members), ("ranks of a slot", chunk.tp)}
+        seen |= {("slots of a chunk", chunk.layout.num_cp_ranks), ("ranks of a slot", chunk.tp)}
         seen |= {("microbatches of a chunk", len(chunk.microbatches))}
         seen |= {("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks}))}
         seen |= {("shards of an item", len(shards)) for shards in chunk.layout.shards}

@@ -12,9 +12,9 @@ from pipeline.routes import outputs_of, plan_routes
 STAGES = 3
 
 
-def cut(random, units, members, unit):
-    """A sequence of so many units over any members, at most once each."""
-    holders = random.sample(range(members), random.randint(1, members))
+def cut(random, units, num_cp_ranks, unit):
+    """A sequence of so many units over any cp ranks, at most once each."""
+    holders = random.sample(range(num_cp_ranks), random.randint(1, num_cp_ranks))
     edges = sorted([0, units, *(random.randint(0, units) for _ in holders[1:])])
     return tuple(
         Shard(holder, a * unit, (b - a) * unit)
@@ -23,11 +23,11 @@ def cut(random, units, members, unit):
 
 
 def random_work(random):
-    """A microbatch over members of tp ranks a stage, chunks of two components, and their attach points."""
-    members, tp = random.randint(1, 5), random.randint(1, 3)
-    size = STAGES * members * tp + random.randint(0, 3)
+    """A microbatch over cp ranks of tp ranks a stage, chunks of two components, and their attach points."""
+    num_cp_ranks, tp = random.randint(1, 5), random.randint(1, 3)
+    size = STAGES * num_cp_ranks * tp + random.randint(0, 3)
     lengths = [random.randint(1, 12) for _ in range(random.randint(1, 4))]
-    layout = SequenceLayout(members, tuple(cut(random, length, members, 1) for length in lengths))
+    layout = SequenceLayout(num_cp_ranks, tuple(cut(random, length, num_cp_ranks, 1) for length in lengths))
     points = [Point(f"llm.{number}", stage, place) for number, (stage, place) in enumerate(
         sorted(random.sample([(s, p) for s in range(STAGES) for p in range(1, 3)], 3)))]  # fmt: skip
     feeds = {"eye": (EMBEDDING, *points)[: random.randint(1, 3)], "ear": (EMBEDDING,)}
@@ -57,11 +57,11 @@ def random_chunk(random, component, part, items, size, num_points):
 
 def domain_of(layout, tp, size, items, chunks, feeds):
     """A domain of one microbatch over `size` positions, of which STAGES stages hold a part each."""
-    held = [(stage,) for stage in range(STAGES) for _ in range(layout.num_members * tp)]
+    held = [(stage,) for stage in range(STAGES) for _ in range(layout.num_cp_ranks * tp)]
     return DomainPlan(
         team=1,
         holds=(*held, *((),) * (size - len(held))),
-        pool=layout.num_members,
+        pool=layout.num_cp_ranks,
         tp=tp,
         party=1,
         llm=0,
@@ -87,7 +87,7 @@ def sent_rows(chunks, items, feeds):
             for i, shards in zip(chunk.items, chunk.layout.shards, strict=True):
                 for shard in shards:
                     first, stop = shard.start // 4, (shard.start + shard.length) // 4
-                    of_slot[shard.member] += [(i, row, point) for row in range(first, stop)]
+                    of_slot[shard.cp_rank] += [(i, row, point) for row in range(first, stop)]
         for slot, rows in of_slot.items():
             owners = [
                 rank for rank, share in enumerate(split_evenly(len(rows), chunk.tp)) for _ in range(share)
@@ -102,14 +102,14 @@ def sent_rows(chunks, items, feeds):
 
 def places(layout, tp):
     """Rank of the stage and local token of every packed token."""
-    held, order = [0] * layout.num_members, []
+    held, order = [0] * layout.num_cp_ranks, []
     for shards in layout.shards:
         for shard in shards:
             for _ in range(shard.length):
-                order.append((shard.member, held[shard.member]))
-                held[shard.member] += 1
+                order.append((shard.cp_rank, held[shard.cp_rank]))
+                held[shard.cp_rank] += 1
     share = [max(1, -(-tokens // tp)) for tokens in held]
-    return [(member * tp + at // share[member], at % share[member]) for member, at in order]
+    return [(cp_rank * tp + at // share[cp_rank], at % share[cp_rank]) for cp_rank, at in order]
 
 
 @settings(deadline=None, max_examples=300)
@@ -118,7 +118,7 @@ def test_every_row_arrives_once_at_each_of_its_attach_points(random):
     layout, tp, size, items, chunks, feeds = random_work(random)
     domain = domain_of(layout, tp, size, items, chunks, feeds)
     (route,) = plan_routes(domain)
-    place, stage_size = places(layout, tp), layout.num_members * tp
+    place, stage_size = places(layout, tp), layout.num_cp_ranks * tp
     wanted = []
     for (i, row, point), (position, at) in sent_rows(chunks, items, feeds).items():
         rank, token = place[items[i].start + row]

@@ -62,7 +62,7 @@ def test_random_plans_hold_every_kind_of_domain():
         seen.add(("stages with rows", len({domain.stage(r) for r in range(shape.llm) if domain.points(r)})))
         seen |= {("stage size", shape.stage_size), ("party", shape.party), ("beside", shape.beside > 0)}
         for chunk in domain.chunks:
-            seen.add(("slots", chunk.layout.num_members, chunk.tp))
+            seen.add(("slots", chunk.layout.num_cp_ranks, chunk.tp))
             seen.add(("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks})))
             seen |= {("shards", len(shards)) for shards in chunk.layout.shards}
         seen |= {("pieces", len(s)) for batch in domain.microbatches for s in batch.layout.shards}
@@ -137,11 +137,11 @@ def test_microbatches_without_items_ship_and_return_nothing(plan):
 @given(plans())
 def test_positions_know_where_they_stand(plan):
     domain = plan.domain
-    places = [(domain.stage(rank), domain.member(rank)) for rank in range(domain.num_ranks)]
+    places = [(domain.stage(rank), domain.cp_rank(rank)) for rank in range(domain.num_ranks)]
     expected = [
-        (stage, member)
+        (stage, cp_rank)
         for stage in range(domain.num_stages)
-        for member in range(domain.pool)
+        for cp_rank in range(domain.pool)
         for _ in range(domain.tp)
     ]
     assert places[: len(expected)] == expected
@@ -149,7 +149,7 @@ def test_positions_know_where_they_stand(plan):
     ranks = range(domain.num_ranks)
     assert sum(map(domain.is_first, ranks)) == sum(map(domain.is_last, ranks)) == domain.stage_size
     reporting = [rank for rank in ranks if domain.reports(rank)]
-    assert [domain.member(rank) for rank in reporting] == list(range(domain.pool))
+    assert [domain.cp_rank(rank) for rank in reporting] == list(range(domain.pool))
     assert all(domain.is_last(rank) for rank in reporting)
 
 

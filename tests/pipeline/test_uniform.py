@@ -98,7 +98,7 @@ def test_what_fits_no_slot_comes_before_the_passes_and_goes_back_after_them():
         return even_costs(rank, op) * (5 if encodes and op.index == long else 1)
 
     domain = make_plan(Shape(STAGES), 12, work, "joint_uniform", costs=(costs, lambda op: 0)).domain
-    (shared,) = (n for n, chunk in enumerate(domain.chunks) if chunk.layout.num_members > 1)
+    (shared,) = (n for n, chunk in enumerate(domain.chunks) if chunk.layout.num_cp_ranks > 1)
     for stage in range(STAGES):
         fits_none = {shared, *([long] if domain.chunks[long].ranks == (stage,) else [])}
         ops = compute_of(domain, stage, *COMPUTE)

@@ -427,7 +427,7 @@ def test_a_single_queue_a_rank_is_stricter():
 
 
 def a_shared_plan(schedule: str = "encode_first") -> StepPlan:
-    """Two stages of two members with two ranks each, and two ranks of audio beside them.
+    """Two stages of two cp ranks with two ranks each, and two ranks of audio beside them.
 
     Chunks 0 to 3 are images on ranks 0 and 1, on 2 and 3, on both as two slots, and across the stages;
     chunk 4 is audio on ranks 8 and 9.
@@ -598,10 +598,10 @@ def test_a_route_to_another_rank_of_the_first_stage_is_refused():
     assert "R5: the route of microbatch 1 does not bring each row to the place of its item" in found
 
 
-def test_a_plan_of_another_member_for_a_sequence_is_refused():
+def test_a_plan_of_another_cp_rank_for_a_sequence_is_refused():
     plan = a_shared_plan()
     batch = plan.domain.microbatches[0]
-    pieces = [[replace(s, member=1 - s.member) for s in shards] for shards in batch.layout.shards]
+    pieces = [[replace(s, cp_rank=1 - s.cp_rank) for s in shards] for shards in batch.layout.shards]
     moved = replace(batch, layout=SequenceLayout(2, tuple(map(tuple, pieces))))
     found = problems(with_domain(plan, microbatches=(moved, *plan.domain.microbatches[1:])))
     assert found == ["R5: the route of microbatch 0 does not bring each row to the place of its item"]

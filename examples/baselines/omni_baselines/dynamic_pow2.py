@@ -15,8 +15,8 @@ from parallel.policies.pool import NEVER, degree_times
 def shard_dynamic_pow2(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     """Each sequence over as many ranks as it needs, a power of two of them."""
     if not lengths:
-        return SequenceLayout(pool.num_members, ())
-    times, degrees = degree_times(lengths, pool), np.arange(1, pool.num_members + 1)
+        return SequenceLayout(pool.num_cp_ranks, ())
+    times, degrees = degree_times(lengths, pool), np.arange(1, pool.num_cp_ranks + 1)
     times[:, degrees & (degrees - 1) > 0] = NEVER
     case = case_of(lengths, pool, times)
     return layout_of(case, [best_even(case)])

@@ -90,14 +90,14 @@ def share_by_two(lengths: Sequence[int], pool: Pool) -> SequenceLayout:
     """Each sequence in two halves on neighbouring ranks, pair after pair, whether it pays or not."""
     shards = []
     for number, length in enumerate(lengths):
-        first = 2 * number % (pool.num_members - pool.num_members % 2) if pool.num_members > 1 else 0
+        first = 2 * number % (pool.num_cp_ranks - pool.num_cp_ranks % 2) if pool.num_cp_ranks > 1 else 0
         units = -(-length // pool.unit)
         half = min(length, -(-units // 2) * pool.unit)
-        if pool.num_members == 1 or half == length:
+        if pool.num_cp_ranks == 1 or half == length:
             shards.append((Shard(first, 0, length),))
         else:
             shards.append((Shard(first, 0, half), Shard(first + 1, half, length - half)))
-    return SequenceLayout(pool.num_members, tuple(shards))
+    return SequenceLayout(pool.num_cp_ranks, tuple(shards))
 
 
 def cross_nodes_once(

@@ -131,7 +131,7 @@ def _deal(
     ranks, bounds = [chunk.ranks for chunk in domain.chunks], dict(domain.bounds)
     free: dict[str, list[int]] = defaultdict(list)
     for number, (chunk, quantum) in enumerate(zip(domain.chunks, quanta, strict=True)):
-        if chunk.layout.num_members == 1 and chunk.component in facts.slots:
+        if chunk.layout.num_cp_ranks == 1 and chunk.component in facts.slots:
             free[chunk.component].append(number)
         else:
             quantum.units = _units(crews, domain, chunk.ranks)
