@@ -177,10 +177,10 @@ def build(case: Case, policy: SchedulePolicy, room: int | None = None, one_queue
     such in which compute and messages stand together.
     """
     domain, stages, tp = case.domain, len(case.domain.holds), case.domain.team
-    slots = [tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(stages)]
+    tp_groups = [tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(stages)]
     if not policy.quanta:
         chunks = [
-            replace(chunk, ranks=slots[0 if policy is ONE_F_ONE_B else number % stages])
+            replace(chunk, ranks=tp_groups[0 if policy is ONE_F_ONE_B else number % stages])
             if chunk.layout.num_cp_ranks == 1
             else chunk
             for number, chunk in enumerate(domain.chunks)
@@ -189,7 +189,7 @@ def build(case: Case, policy: SchedulePolicy, room: int | None = None, one_queue
     if room is not None:
         domain = replace(domain, bounds=(("image", room),))
     order = policy(
-        domain, Facts(case.costs, lambda rank, op: case.kept, {"image": slots}, one_queue=one_queue)
+        domain, Facts(case.costs, lambda rank, op: case.kept, {"image": tp_groups}, one_queue=one_queue)
     )
     domain = as_ordered(domain, order)
     domain = replace(domain, routes=plan_routes(domain))

@@ -205,7 +205,7 @@ class Arrangement:
     stays inside it; only gradients cross. Ranks of a domain are numbered by position: the LLM's, stage by
     stage, then those of encoders. The `home` of encoders are the neighbouring positions that they live on,
     from `home[0]` to before `home[1]`, as the policy called `placement` decided. `encoder_tp` gives the
-    tensor-parallel size of each encoder; so many neighbouring positions are a slot, which encodes as one.
+    tensor-parallel size of each encoder; so many neighbouring positions are a tp group, which encodes as one.
     """
 
     llm: Layout
@@ -277,18 +277,18 @@ class Arrangement:
 
     @cached_property
     def encoder_meshes(self) -> Mapping[str, Mesh]:
-        """Each encoder's ranks: tp, slot (within the domain), domain; dp is slot · domain."""
+        """Each encoder's ranks: tp, tp group (within the domain), domain; dp is slot · domain."""
         domains = [self.domain_ranks(domain) for domain in range(self.num_domains)]
         meshes = {}
         for name, tp in self.encoder_tp.items():
-            slots = self.slots(name)
-            sizes = {"tp": tp, "slot": len(slots), "domain": self.num_domains}
-            ranks = tuple(of[position] for of in domains for slot in slots for position in slot)
+            tp_groups = self.tp_groups(name)
+            sizes = {"tp": tp, "slot": len(tp_groups), "domain": self.num_domains}
+            ranks = tuple(of[position] for of in domains for tp_group in tp_groups for position in tp_group)
             meshes[name] = Mesh(sizes, ranks, {"dp": ("slot", "domain")})
         return meshes
 
-    def slots(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the positions of each slot of an encoder in a domain."""
+    def tp_groups(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """Return the positions of each tp group of an encoder in a domain."""
         tp = self.encoder_tp[name]
         return tuple(tuple(range(start, start + tp)) for start in range(*self.home, tp))
 
@@ -321,8 +321,8 @@ def arrange(
 ) -> Arrangement:
     """Choose the smallest domains, of at least `replicas` replicas, that hold every shared group.
 
-    Groups of experts and slots of encoders lie inside a domain. A slot lies inside a stage if it can, next
-    to ranks that it talks to anyway, else across the stages of a domain.
+    Groups of experts and tp groups of encoders lie inside a domain. A tp group lies inside a stage if it can,
+    next to ranks that it talks to anyway, else across the stages of a domain.
 
     Raises:
         LayoutError: if no division of the replicas into equal domains fits.
@@ -341,9 +341,9 @@ def arrange(
         return found
     of = f"{encoder_ranks} ranks of encoders" if encoder_ranks else f"layout.llm ({llm.describe()})"
     raise LayoutError(
-        f"{_slots(encoder_tp)}: placement.policy={placement.name}: {of} cannot be divided into equal groups "
+        f"{_keys(encoder_tp)}: placement.policy={placement.name}: {of} cannot be divided into equal groups "
         f"of replicas (dp={llm.dp}) that hold whole tensor-parallel groups of every encoder: choose sizes "
-        f"that divide them{_nearest_slots(llm, encoder_tp, placement, encoder_ranks, replicas)}"
+        f"that divide them{_nearest_tp(llm, encoder_tp, placement, encoder_ranks, replicas)}"
     )
 
 
@@ -351,7 +351,7 @@ def _smallest(
     llm: Layout, encoder_tp: Mapping[str, int], placement: PlacementPolicy, encoder_ranks: int, replicas: int
 ) -> Arrangement | None:
     """The arrangement with the smallest domains, None where no domains hold every shared group."""
-    slot = lcm(*encoder_tp.values())
+    common_tp = lcm(*encoder_tp.values())
     for inside_stages in (True, False):
         for k in range(replicas, llm.dp + 1):
             beside, rest = divmod(encoder_ranks * k, llm.dp)
@@ -359,34 +359,34 @@ def _smallest(
             if llm.dp % k or rest or sizes.stage_size % llm.ep:
                 continue
             home = placement(sizes)
-            if _holds_slots(home, slot, sizes, inside_stages):
+            if _holds_tp_groups(home, common_tp, sizes, inside_stages):
                 return Arrangement(llm, dict(encoder_tp), placement.name, encoder_ranks, k, home)
     return None
 
 
-def _nearest_slots(
+def _nearest_tp(
     llm: Layout, encoder_tp: Mapping[str, int], placement: PlacementPolicy, encoder_ranks: int, replicas: int
 ) -> str:
     """Say which smaller encoder layouts are the nearest that would do: they divide heads, too."""
     most = lcm(*encoder_tp.values())
-    for slot in (n for n in range(most, 0, -1) if most % n == 0):
-        smaller = {name: gcd(tp, slot) for name, tp in encoder_tp.items()}
+    for common_tp in (n for n in range(most, 0, -1) if most % n == 0):
+        smaller = {name: gcd(tp, common_tp) for name, tp in encoder_tp.items()}
         if _smallest(llm, smaller, placement, encoder_ranks, replicas) is not None:
-            return f": {_slots(smaller)} is the nearest"
+            return f": {_keys(smaller)} is the nearest"
     return ""
 
 
-def _slots(encoder_tp: Mapping[str, int]) -> str:
+def _keys(encoder_tp: Mapping[str, int]) -> str:
     return ", ".join(f"layout.encoders.{name}.tp={tp}" for name, tp in encoder_tp.items()) or "layout"
 
 
-def _holds_slots(home: tuple[int, int], slot: int, sizes: DomainSizes, inside_stages: bool) -> bool:
-    """Whether slots of `slot` positions divide a home and each is on ranks of the LLM, or each beside them;
-    and inside one stage each, if asked.
+def _holds_tp_groups(home: tuple[int, int], common_tp: int, sizes: DomainSizes, inside_stages: bool) -> bool:
+    """Whether tp groups of `common_tp` positions divide a home and each is on ranks of the LLM, or each
+    beside them; and inside one stage each, if asked.
     """
     bounds = sizes.boundaries() if inside_stages else (0, sizes.llm_size, sizes.size)
     parts = (range(max(home[0], low), min(home[1], high)) for low, high in pairwise(bounds))
-    return all(len(part) % slot == 0 for part in parts)
+    return all(len(part) % common_tp == 0 for part in parts)
 
 
 def split_evenly(total: int, parts: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ EMBEDDING = Point("llm.embed", 0, 0)
 
 
 class Share(NamedTuple):
-    """What a cp rank has of a microbatch, or a slot of a chunk: tokens, their part of the sum of squared
+    """What a cp rank has of a microbatch, or a tp group of a chunk: tokens, their part of the sum of squared
     lengths, which attention costs, and nanoseconds of exchanges in a layer.
     """
 
@@ -131,9 +131,9 @@ class ItemRows:
 class Chunk:
     """A quantum of encoder work: items of any microbatches, encoded together.
 
-    `ranks` are the positions that encode it, slot by slot; `layout` says which of these slots hold which
-    tokens of which item, `tiles` divide the attention of each shared item, `outputs` name the rows that each
-    of `ranks` puts out, in their order, and `exchange_ns` is as for a microbatch, by slot.
+    `ranks` are the positions that encode it, tp group by tp group; `layout` says which of these tp groups
+    hold which tokens of which item, `tiles` divide the attention of each shared item, `outputs` name the rows
+    that each of `ranks` puts out, in their order, and `exchange_ns` is as for a microbatch, by tp group.
     """
 
     component: str
@@ -147,11 +147,11 @@ class Chunk:
 
     @property
     def tp(self) -> int:
-        """Ranks of a slot."""
+        """Ranks of a tp group."""
         return len(self.ranks) // self.layout.num_cp_ranks
 
-    def slot(self, rank: int) -> int:
-        """Return which slot of the chunk the position `rank` belongs to."""
+    def tp_group(self, rank: int) -> int:
+        """Return which tp group of the chunk the position `rank` belongs to."""
         return self.ranks.index(rank) // self.tp
 
     @cached_property
@@ -164,14 +164,14 @@ class Chunk:
         return self.rows[self.ranks.index(rank)]
 
     def tail(self, rank: int, unit: int | None) -> int:
-        """Empty tokens that the slot of `rank` encodes where it has none of the chunk's: it runs all layers
-        with the others. `unit` are those that must stay together, None for any number.
+        """Empty tokens that the tp group of `rank` encodes where it has none of the chunk's: it runs all
+        layers with the others. `unit` are those that must stay together, None for any number.
         """
-        return 0 if self.layout.local_tokens(self.slot(rank)) else unit or 1
+        return 0 if self.layout.local_tokens(self.tp_group(rank)) else unit or 1
 
     def share(self, rank: int) -> Share:
-        """Return what the slot of `rank` has of it."""
-        return self._shares[self.slot(rank)]
+        """Return what the tp group of `rank` has of it."""
+        return self._shares[self.tp_group(rank)]
 
     @cached_property
     def _shares(self) -> tuple[Share, ...]:

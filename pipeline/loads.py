@@ -36,16 +36,16 @@ def pass_load(
 
 
 def chunk_load(chunk: Chunk, position: int, part: Part, unit: int | None, *, messages: bool = True) -> Load:
-    """Load of a chunk on the slot of `position`, of an encoder that splits items by `unit` tokens; `messages`
-    as for a pass.
+    """Load of a chunk on the tp group of `position`, of an encoder that splits items by `unit` tokens;
+    `messages` as for a pass.
     """
-    slot, tail = chunk.slot(position), chunk.tail(position, unit)
+    tp_group, tail = chunk.tp_group(position), chunk.tail(position, unit)
     return Load(
-        seen=attended(chunk.layout, chunk.tiles, slot, tail, part.shape, part.head_dim, messages),
+        seen=attended(chunk.layout, chunk.tiles, tp_group, tail, part.shape, part.head_dim, messages),
         squares=chunk.share(position).squares,
-        sequences=_sequences(chunk.layout.shards, slot),
+        sequences=_sequences(chunk.layout.shards, tp_group),
         rows=chunk.rows_of(position),
-        most_rows=max(chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]),
+        most_rows=max(chunk.rows[tp_group * chunk.tp : (tp_group + 1) * chunk.tp]),
     )
 
 

@@ -11,13 +11,13 @@ from pipeline.domain_plan import DomainPlan, ItemRows, PlannedItem
 def outputs_of(
     numbers: Sequence[int], items: Sequence[PlannedItem], layout: SequenceLayout, tp: int, num_points: int = 1
 ) -> tuple[tuple[ItemRows, ...], ...]:
-    """Return the rows that each rank of a chunk puts out: those of its slot, evenly divided over `tp`.
+    """Return the rows that each rank of a chunk puts out: those of its tp group, evenly divided over `tp`.
 
     `numbers` are the chunk's `items`, in the order of the sequences of `layout`. They have rows for each of
     `num_points` attach points, one point after the other. A shard is cut at whole units of its encoder, so
     its rows are whole too.
     """
-    slots: list[list[ItemRows]] = [[] for _ in range(layout.num_cp_ranks)]
+    tp_groups: list[list[ItemRows]] = [[] for _ in range(layout.num_cp_ranks)]
     for point in range(num_points):
         for number, pieces in zip(numbers, layout.shards, strict=True):
             item = items[number]
@@ -26,12 +26,12 @@ def outputs_of(
                 first = piece.start * item.rows // tokens
                 stop = (piece.start + piece.length) * item.rows // tokens
                 if stop > first:
-                    slots[piece.cp_rank].append(ItemRows(number, point, first, stop - first))
-    return tuple(part for blocks in slots for part in _divided(blocks, tp))
+                    tp_groups[piece.cp_rank].append(ItemRows(number, point, first, stop - first))
+    return tuple(part for blocks in tp_groups for part in _divided(blocks, tp))
 
 
 def _divided(blocks: list[ItemRows], tp: int) -> Iterator[tuple[ItemRows, ...]]:
-    """Cut the rows of a slot into those of its ranks."""
+    """Cut the rows of a tp group into those of its ranks."""
     if tp == 1:
         yield tuple(blocks)
         return

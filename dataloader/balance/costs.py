@@ -17,9 +17,9 @@ class SampleCosts:
     """What samples cost, in the order of the step, `components` naming the columns: the LLM, then encoders.
 
     ns [n, C]          what a sample takes a replica: of the LLM on its slowest stage, over its cp ranks; of
-                       an encoder, over the slots that a replica has on average
+                       an encoder, over the tp groups that a replica has on average
     unsplit_ns [n, C]  what it takes at least, whoever helps: its sequence on as many cp ranks as the LLM's
-                       sharing policy may cut it over, its longest item on as many slots as the encoders'
+                       sharing policy may cut it over, its longest item on as many tp groups as the encoders'
     tokens [n]         tokens of the LLM
     bytes [n]          stored payload
     kept_bytes [n]     activations that its forward passes keep until their backward, of the LLM's fullest
@@ -61,9 +61,9 @@ class Bins:
 
     `width` replicas make up a bin: all of a domain's share its work, so that it takes the sum of its samples'
     `ns` over `width`, and never less than any of their `unsplit_ns`. `alone` tells for each component whether
-    a bin does the work of its samples by itself. Domains do. Replicas share the domain's slots, and its pool
-    if sequences are cut beyond a replica: which of them a sample belongs to then decides with which others it
-    passes, and no longer who works.
+    a bin does the work of its samples by itself. Domains do. Replicas share the domain's tp groups, and its
+    pool if sequences are cut beyond a replica: which of them a sample belongs to then decides with which
+    others it passes, and no longer who works.
     """
 
     count: int

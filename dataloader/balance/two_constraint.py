@@ -19,7 +19,7 @@ def assign_two_constraint(samples: SampleCosts, bins: Bins) -> list[int]:
 
     A bin of `width` replicas shares what its samples may be cut over, so only sums count, down to what cannot
     be split and makes some bin wait anyhow: below that, a phase asks for nothing. Nor do encoders where bins
-    are replicas of a domain that share its slots.
+    are replicas of a domain that share its tp groups.
 
     Two divisions are made: longest processing time first over the sum of both phases, and each sample, from
     the costliest, to the bin with the least Σ load · cost over the phases, the bins' loads in the direction

@@ -22,13 +22,13 @@ def allocated(
     placement: PlacementConfig,
     layout: LayoutConfig,
     world: int,
-    slots: Mapping[str, int],
+    encoder_tp: Mapping[str, int],
     make: Callable[[int], RunSpec],
     cursor: int,
 ) -> Keys:
     """Return `placement.ranks` for the samples of the step that begins at `cursor` of the stream, where the
     placement takes ranks beside the LLM and nobody gave their number; else nothing. `make` prepares a run of
-    so many ranks that all encode; `slots` are the ranks of a copy of each encoder, by name.
+    so many ranks that all encode; `encoder_tp` are the ranks of a copy of each encoder, by name.
 
     Raises:
         LayoutError: as `ranks_beside`.
@@ -37,12 +37,12 @@ def allocated(
     if not policy.beside or placement.ranks is not None:
         return {}
     domain = layout.domain or 1
-    fewest = ranks_beside(world, own, slots, policy, domain)
+    fewest = ranks_beside(world, own, encoder_tp, policy, domain)
     if own.dp is not None:
         return {BESIDE: fewest}
     replica = own.tp * own.cp * own.pp
     work = _work(make(world // replica * replica), cursor)
-    return {BESIDE: ranks_beside(world, own, slots, policy, domain, work)}
+    return {BESIDE: ranks_beside(world, own, encoder_tp, policy, domain, work)}
 
 
 def _work(spec: RunSpec, cursor: int) -> tuple[int, int]:
@@ -57,7 +57,7 @@ def _work(spec: RunSpec, cursor: int) -> tuple[int, int]:
 def ranks_beside(
     world: int,
     own: LLMLayoutConfig,
-    slots: Mapping[str, int],
+    encoder_tp: Mapping[str, int],
     placement: PlacementPolicy,
     domain: int = 1,
     work: tuple[int, int] = (1, 0),
@@ -66,8 +66,9 @@ def ranks_beside(
     layout says, in domains of so many of them.
 
     `work` is that of a step, of the LLM and of all encoders, in the time of a replica: with r replicas and b
-    ranks beside them the LLM takes work[0] / r, and encoders work[1] · replica / b. `slots` are the ranks of
-    a copy of each encoder, by name. Of equals, and where there is no such work, it is the fewest ranks.
+    ranks beside them the LLM takes work[0] / r, and encoders work[1] · replica / b. `encoder_tp` are the
+    ranks of a copy of each encoder, by name. Of equals, and where there is no such work, it is the fewest
+    ranks.
 
     Raises:
         LayoutError: where no replica can stand beside a rank that encodes, with the nearest number of ranks
@@ -80,10 +81,10 @@ def ranks_beside(
         return max(llm * replica / (world - rest), encoders * replica / rest)
 
     for rest in sorted(_counts(world, own), key=takes):
-        if _can_be(world, own, slots, placement, domain, rest):
+        if _can_be(world, own, encoder_tp, placement, domain, rest):
             return rest
-    slot, do = lcm(*slots.values()), (own.dp or domain) * replica
-    others = (n for n in range(1, world + do + slot + 1) if _fits(n, own, slot, domain))
+    tp, do = lcm(*encoder_tp.values()), (own.dp or domain) * replica
+    others = (n for n in range(1, world + do + tp + 1) if _fits(n, own, tp, domain))
     nearest = min(others, key=lambda other: abs(other - world))
     raise LayoutError(
         f"launch.ranks={world}: placement.policy={placement.name} encodes beside the LLM, whose replicas "
@@ -100,16 +101,16 @@ def _counts(world: int, own: LLMLayoutConfig) -> list[int]:
     return list(range((world - 1) % replica + 1, world, replica))
 
 
-def _fits(world: int, own: LLMLayoutConfig, slot: int, domain: int) -> bool:
+def _fits(world: int, own: LLMLayoutConfig, tp: int, domain: int) -> bool:
     """Whether some replicas leave whole copies of encoders, for each domain."""
     replica = own.tp * own.cp * own.pp
-    return any(rest % slot == 0 and (world - rest) // replica % domain == 0 for rest in _counts(world, own))
+    return any(rest % tp == 0 and (world - rest) // replica % domain == 0 for rest in _counts(world, own))
 
 
 def _can_be(
     world: int,
     own: LLMLayoutConfig,
-    slots: Mapping[str, int],
+    encoder_tp: Mapping[str, int],
     placement: PlacementPolicy,
     domain: int,
     rest: int,
@@ -120,7 +121,7 @@ def _can_be(
         return False
     try:
         layout = Layout(own.tp, own.cp, dp, own.pp, own.ep, own.parts, own.zero or 1)
-        arrange(layout, slots, placement, rest, domain)
+        arrange(layout, encoder_tp, placement, rest, domain)
     except LayoutError:
         return False
     return True

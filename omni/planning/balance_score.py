@@ -11,7 +11,7 @@ can be compared. Who gets which sample is what a plan would say. What follows is
 - bytes that cross nodes are counted by shares: a rank sends each other rank that shares a sequence as much,
   and a row of an item comes from every token of it, and goes to every token of its sample, alike.
 
-Pure: no clock. Times are integer nanoseconds, M cp ranks or slots of a domain, S sequences.
+Pure: no clock. Times are integer nanoseconds, M cp ranks or tp groups of a domain, S sequences.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -156,7 +156,7 @@ def time_layout(layout: SequenceLayout, cost: SequenceCost, nodes: Sequence[int]
 @dataclass(frozen=True)
 class DomainPlaces:
     """Where the samples of a domain are: `samples` by number, `items` as (sample, its item), and where the
-    tokens of the former are in the pool and those of the latter on the slots of each encoder.
+    tokens of the former are in the pool and those of the latter on the tp groups of each encoder.
     """
 
     samples: tuple[int, ...]
@@ -186,13 +186,15 @@ def place_domain(planner: DomainPlanner, replicas: Groups, metas: Sequence[Sampl
 
 
 def _spread_whole(planner: DomainPlanner, tokens: Mapping[str, Sequence[int]]) -> dict[str, SequenceLayout]:
-    """Lay out the items that stay whole: each on one slot of its encoder, all encoders together."""
-    slots = {name: planner.arrangement.slots(name) for name in tokens}
+    """Lay out the items that stay whole: each on one tp group of its encoder, all encoders together."""
+    tp_groups = {name: planner.arrangement.tp_groups(name) for name in tokens}
     costs = [planner.sharing[name].whole_ns(n) for name, of in tokens.items() for n in of]
-    chosen = iter(spread(costs, [slots[name] for name, of in tokens.items() for _ in of]))
+    chosen = iter(spread(costs, [tp_groups[name] for name, of in tokens.items() for _ in of]))
     return {
         name: SequenceLayout.whole(
-            of, [(next(chosen)[0] - slots[name][0][0]) // len(slots[name][0]) for _ in of], len(slots[name])
+            of,
+            [(next(chosen)[0] - tp_groups[name][0][0]) // len(tp_groups[name][0]) for _ in of],
+            len(tp_groups[name]),
         )
         for name, of in tokens.items()
     }
@@ -224,7 +226,7 @@ def time_domain(
     # Every stage and every tensor-parallel rank sends for layers and heads of its own.
     across = llm.across_bytes * planner.arrangement.llm.tp * planner.arrangement.llm.pp
     for name, layout in places.encoders.items():
-        nodes = slot_nodes(planner, domain, name)
+        nodes = tp_group_nodes(planner, domain, name)
         of_items = np.array([factors.items[n][i] for n, i in places.items[name]], np.int64)
         phase = time_layout(layout, planner.sharing[name].cost, nodes, of_items)
         tp = planner.arrangement.encoder_tp[name]
@@ -242,10 +244,10 @@ def cp_rank_nodes(planner: DomainPlanner, domain: int) -> list[int]:
     return position_nodes(planner, domain)[: world.stage_size : world.llm.tp]
 
 
-def slot_nodes(planner: DomainPlanner, domain: int, encoder: str) -> list[int]:
-    """Return the node of each slot of an encoder in a domain."""
+def tp_group_nodes(planner: DomainPlanner, domain: int, encoder: str) -> list[int]:
+    """Return the node of each tp group of an encoder in a domain."""
     nodes = position_nodes(planner, domain)
-    return [nodes[slot[0]] for slot in planner.arrangement.slots(encoder)]
+    return [nodes[tp_group[0]] for tp_group in planner.arrangement.tp_groups(encoder)]
 
 
 def position_nodes(planner: DomainPlanner, domain: int) -> list[int]:
@@ -256,14 +258,14 @@ def position_nodes(planner: DomainPlanner, domain: int) -> list[int]:
 def _rows_across(
     planner: DomainPlanner, domain: int, encoder: str, places: DomainPlaces, metas: Sequence[SampleMeta]
 ) -> int:
-    """Bytes of rows that go from the slots of an encoder to cp ranks on other nodes."""
-    cp_ranks, slots = cp_rank_nodes(planner, domain), slot_nodes(planner, domain, encoder)
-    if len({*cp_ranks, *slots}) == 1:
+    """Bytes of rows that go from the tp groups of an encoder to cp ranks on other nodes."""
+    cp_ranks, tp_groups = cp_rank_nodes(planner, domain), tp_group_nodes(planner, domain, encoder)
+    if len({*cp_ranks, *tp_groups}) == 1:
         return 0
     homes = {n: _node_shares(s, cp_ranks) for n, s in zip(places.samples, places.llm.shards, strict=True)}
     rows = 0.0
     for (n, i), shards in zip(places.items[encoder], places.encoders[encoder].shards, strict=True):
-        stay = sum(share * homes[n].get(node, 0.0) for node, share in _node_shares(shards, slots).items())
+        stay = sum(share * homes[n].get(node, 0.0) for node, share in _node_shares(shards, tp_groups).items())
         rows += metas[n].items[i].rows * (1 - stay)
     return int(rows * planner.table.row_bytes)
 

@@ -198,8 +198,8 @@ class _Bounding:
         pairs = [(n, i.tokens) for n, meta in enumerate(metas) for i in meta.items if i.modality == modality]
         of, tokens = np.array(pairs, np.int64).reshape(-1, 2).T
         sizes = tokens.astype(np.float64)
-        slots = len(self.world.slots(name))
-        ways = self._ways(sizes, sharing, self._sharers(sharing, slots * self.world.num_domains))
+        num_tp_groups = len(self.world.tp_groups(name))
+        ways = self._ways(sizes, sharing, self._sharers(sharing, num_tp_groups * self.world.num_domains))
         columns = np.zeros((4, len(metas)))
         np.add.at(columns[0], of, forward.each(sizes) * tp)
         np.add.at(columns[1], of, back.each(sizes) * tp)

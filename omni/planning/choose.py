@@ -318,10 +318,10 @@ def _of_size(size: int, fixed: Keys, keys: Sequence[str], start: RunSpec, needed
     """
     world = start.arrangement
     plain = {**fixed, **{key: name for key, name in _FIRST.items() if key in keys}}
-    slots = max((len(world.slots(name)) for name in start.encoders), default=0)
+    num_tp_groups = max((len(world.tp_groups(name)) for name in start.encoders), default=0)
     helped = {
         LLM_SP: needed or world.llm.cp * size > 1,
-        ENCODER_SP: slots * size > world.replicas or slots > 1,
+        ENCODER_SP: num_tp_groups * size > world.replicas or num_tp_groups > 1,
     }
     shared = {key: _SECOND[key] for key, by_others in helped.items() if key in keys and by_others}
     if not shared or not needed:

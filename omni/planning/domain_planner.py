@@ -3,8 +3,8 @@
     packing     samples of a replica → packs, without padding, and the packs with which items are encoded
     pairing     packs of a domain's replicas → microbatches, which they pass together
     sharing     sequences → the ranks that hold their tokens, and tiles of attention that ranks share
-    placement   items → slots of the domain, by cost; items encoded with one microbatch on one slot are a
-                chunk, and such items that all slots share are one chunk
+    placement   items → tp groups of the domain, by cost; items encoded with one microbatch on one tp group
+                are a chunk, and such items that all tp groups share are one chunk
     boundary    rows → the rank that holds their position, by the cheapest transport
     schedule    chunks and microbatches → ordered ops
 
@@ -41,7 +41,7 @@ from pipeline.costs import begun_before, plan_costs, plan_memory
 from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
-from pipeline.policies import Slot
+from pipeline.policies import TpGroup
 from pipeline.reductions import with_reductions
 from pipeline.routes import plan_routes
 
@@ -52,8 +52,8 @@ is full, none can take more of the tokens that cost less than others, and all wa
 
 
 Chunked = Callable[[Pairs, int, bool], DomainPlan]
-"""A domain with chunks, from the packs that pass together, the quanta of each slot, and whether chunks are
-coarse.
+"""A domain with chunks, from the packs that pass together, the quanta of each tp group, and whether chunks
+are coarse.
 """
 
 
@@ -124,8 +124,8 @@ class DomainPlanner:
         return max(1, self.microbatch_tokens // self.pack_divisor)
 
     @cached_property
-    def _slots(self) -> dict[str, tuple[Slot, ...]]:
-        return {name: self.arrangement.slots(name) for name in self.encoders.values()}
+    def _tp_groups(self) -> dict[str, tuple[TpGroup, ...]]:
+        return {name: self.arrangement.tp_groups(name) for name in self.encoders.values()}
 
     def plan_domain(
         self,
@@ -281,7 +281,9 @@ class DomainPlanner:
         domain = replace(domain, bounds=self._bounds(domain, policy, most), schedule=policy.name)
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
-        order = policy(domain, Facts(costs, kept, self._slots, frozen, self.single_queue and self.party > 1))
+        order = policy(
+            domain, Facts(costs, kept, self._tp_groups, frozen, self.single_queue and self.party > 1)
+        )
         domain = replace(domain, bounds=self._bounds(domain, policy, self.encoder_bytes))
         if policy.quanta:
             domain = self._with_routes(as_ordered(domain, order), ranks)
@@ -291,13 +293,13 @@ class DomainPlanner:
         self, domain: DomainPlan, waves: Sequence[int], quanta: int = 0, coarse: bool = False
     ) -> DomainPlan:
         """Make chunks of a domain's items, each encoded with the microbatch that `waves` tell: so many quanta
-        for each slot, if any, else one for each wave. They are `coarse` where starting them takes long: fewer
-        quanta, or those of a schedule that encodes all items at once.
+        for each tp group, if any, else one for each wave. They are `coarse` where starting them takes long:
+        fewer quanta, or those of a schedule that encodes all items at once.
         """
         chunking = partial(make_quanta, count=quanta, coarse=coarse) if quanta else self.chunking
         if coarse and chunking is make_chunks:
             chunking = partial(make_chunks, at_once=True)
-        chunks = chunking(domain.items, self._slots, self.sharing, self.table.parts, waves)
+        chunks = chunking(domain.items, self._tp_groups, self.sharing, self.table.parts, waves)
         return replace(domain, chunks=chunks)
 
     def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:
@@ -351,7 +353,7 @@ class DomainPlanner:
             )
             bounds.append((part_name(self.llm, part), max(sum(of[:most]) for of in sizes)))
         if encoder_bytes is not None:
-            bounds += [(name, encoder_bytes) for name in self._slots]
+            bounds += [(name, encoder_bytes) for name in self._tp_groups]
         return tuple(bounds)
 
     @cached_property
@@ -370,10 +372,10 @@ class DomainPlanner:
 
     def _home(self, component: str) -> tuple[int, int]:
         """The first position that holds a component, and the one after the last."""
-        if component not in self._slots:
+        if component not in self._tp_groups:
             return 0, self.arrangement.llm_size
-        slots = self._slots[component]
-        return slots[0][0], slots[-1][-1] + 1
+        tp_groups = self._tp_groups[component]
+        return tp_groups[0][0], tp_groups[-1][-1] + 1
 
     def _packed(self, members: Sequence[Sequence[int]], costs: SampleCosts) -> list[ReplicaPacks]:
         """Pack the samples of each replica. Where the cp ranks of all replicas share sequences, these are

@@ -58,9 +58,9 @@ def sharing_of(
     of_llm = cost(LLM, part_name(LLM, 0), attention, tp, cp_ranks)
     out = {LLM: _llm_sharing(policies["llm_sp"], arrangement, microbatch_tokens, of_llm)}
     for name, encoder in encoders.items():
-        slots = arrangement.slots(name)
-        own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], slots)
-        out[name] = _encoder_sharing(policies["encoder_sp"], encoder, len(slots), own)
+        tp_groups = arrangement.tp_groups(name)
+        own = cost(name, name, encoder.attention(), arrangement.encoder_tp[name], tp_groups)
+        out[name] = _encoder_sharing(policies["encoder_sp"], encoder, len(tp_groups), own)
     return out
 
 
@@ -132,17 +132,19 @@ def _llm_sharing(policy: SharingPolicy, arrangement: Arrangement, budget: int, c
     return Sharing(policy, pool, arrangement.pool)
 
 
-def _encoder_sharing(policy: SharingPolicy, encoder: Encoder, slots: int, cost: SequenceCost) -> Sharing:
+def _encoder_sharing(
+    policy: SharingPolicy, encoder: Encoder, num_tp_groups: int, cost: SequenceCost
+) -> Sharing:
     if policy.within_replica:
         raise ConfigError(
             f"encoder_sp.policy={policy.name}: this policy shares a replica's sequences over the replica's "
-            "ranks, and items belong to no replica: choose one that shares over all slots of a domain"
+            "ranks, and items belong to no replica: choose one that shares over all tp groups of a domain"
         )
     return Sharing(
         policy,
-        make_pool(cost, slots, encoder.unit or 1),
-        slots,
+        make_pool(cost, num_tp_groups, encoder.unit or 1),
+        num_tp_groups,
         num_points=len(encoder.attach),
         # Whole items are best spread together with those of other encoders on the same ranks.
-        whole=not policy.cuts or slots == 1 or encoder.unit is None,
+        whole=not policy.cuts or num_tp_groups == 1 or encoder.unit is None,
     )

@@ -98,8 +98,8 @@ def prepare_run(
         return _resolve(config, ranks, encoders, tokenizer, data, framework)
 
     alone = with_keys(plain, {PLACEMENT: COLOCATED.name, BESIDE: None, DOMAIN: None})
-    slots, cursor = arrangement.encoder_tp, begin[1]
-    beside = allocated(plain.placement, plain.layout, world, slots, partial(resolve, alone), cursor)
+    encoder_tp, cursor = arrangement.encoder_tp, begin[1]
+    beside = allocated(plain.placement, plain.layout, world, encoder_tp, partial(resolve, alone), cursor)
     spec = choose(with_keys(config, beside), world, data.mixture.samples_at(cursor), resolve, begin)
     return _located(_settled(spec, beside, world), data.mixture, begin)
 

@@ -37,7 +37,7 @@ class Costing:
         names = tuple(dict.fromkeys((self.llm, *self.encoders.values())))
         columns = {modality: names.index(name) for modality, name in self.encoders.items()}
         stages, cp, replicas = self._stages, self.arrangement.llm.cp, self.arrangement.replicas
-        slots = {name: len(self.arrangement.slots(name)) for name in names[1:]}
+        num_tp_groups = {name: len(self.arrangement.tp_groups(name)) for name in names[1:]}
 
         @cache
         def of_llm(tokens: int) -> tuple[int, int, int]:
@@ -48,7 +48,7 @@ class Costing:
         @cache
         def of_item(name: str, tokens: int) -> tuple[int, int, int]:
             item_ns = self._ns(name, tokens)
-            spread_ns = item_ns * replicas // slots[name]
+            spread_ns = item_ns * replicas // num_tp_groups[name]
             return spread_ns, item_ns // self._ways(name, tokens), self._kept(name, tokens)
 
         rows: list[list[int]] = []
@@ -90,7 +90,7 @@ class Costing:
         replicas = self.arrangement.replicas
         for modality, sample, item_tokens in items:
             name = self.encoders[modality]
-            shared = self._each_ns(name, item_tokens) * replicas // len(self.arrangement.slots(name))
+            shared = self._each_ns(name, item_tokens) * replicas // len(self.arrangement.tp_groups(name))
             np.add.at(out[:, 1], sample, shared)
         return out
 

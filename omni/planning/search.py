@@ -341,7 +341,7 @@ class Searching:
             ZERO: 1,
             **{key: names[key.endswith("_sp.policy")] for key, names in POLICIES.items()},
         }
-        for key in map(encoder_tp, self.of.encoders):  # slots of ranks that share layers anyway plan quickest
+        for key in map(encoder_tp, self.of.encoders):  # tp groups within the LLM's plan quickest
             first[key] = max((n for n in self.space.values.get(key, ()) if n <= split[TP]), default=1)
         keys = {key: first.get(key) for key in self.space.values}
         keys = {key: value_of(config, key) if value is None else value for key, value in keys.items()}

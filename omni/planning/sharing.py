@@ -1,7 +1,7 @@
 """Sequences → the ranks that hold their tokens: how a plan shares microbatches and items among ranks.
 
 A policy of sharing decides for one microbatch of a component at a time, because ranks that share sequences
-run them together and wait for the slowest. Items that stay whole are spread over the slots by cost: over
+run them together and wait for the slowest. Items that stay whole are spread over the tp groups by cost: over
 several microbatches at once, since nobody waits for anybody. Pure, like all planning.
 """
 
@@ -19,7 +19,7 @@ from parallel.schemes import SequenceCost, choose_tiles, layer_exchange_ns, rank
 from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile, pairs_before
 from pipeline.domain_plan import Chunk, Microbatch, PlannedItem
-from pipeline.policies import Slot, spread
+from pipeline.policies import TpGroup, spread
 from pipeline.routes import outputs_of
 
 EVEN = 1.01  # of even work, that items take at most, whole or shared at once, for nothing else to be tried
@@ -28,7 +28,7 @@ WORTH = 64  # times what starting a chunk takes, that items of several microbatc
 Chunking = Callable[
     [
         Sequence[PlannedItem],
-        Mapping[str, Sequence[Slot]],
+        Mapping[str, Sequence[TpGroup]],
         Mapping[str, "Sharing"],
         Mapping[str, WorkCost],
         Sequence[int],
@@ -101,25 +101,26 @@ def lay_out(packs: Sequence[Sequence[int]], lengths: Sequence[int], sharing: Sha
 
 def make_chunks(
     items: Sequence[PlannedItem],
-    slots: Mapping[str, Sequence[Slot]],
+    tp_groups: Mapping[str, Sequence[TpGroup]],
     sharing: Mapping[str, Sharing],
     costs: Mapping[str, WorkCost],
     waves: Sequence[int],
     at_once: bool = False,
 ) -> tuple[Chunk, ...]:
-    """Share the items of a domain among the slots of their components, or place them whole.
+    """Share the items of a domain among the tp groups of their components, or place them whole.
 
     `waves` tell the microbatch with which each item is encoded, that of its sample or one before it. Items of
-    one wave on one slot are a chunk; if any item of a wave is shared, all its items of that component are one
-    chunk of all slots. `costs` are those of each component. Where the schedule encodes all items `at_once`,
-    the shared ones of all waves of a component may be one chunk, if that takes less time, and whole ones of
-    consecutive waves on one slot are one chunk, as long as starting it takes more than 1 / `WORTH` of it.
+    one wave on one tp group are a chunk; if any item of a wave is shared, all its items of that component are
+    one chunk of all tp groups. `costs` are those of each component. Where the schedule encodes all items
+    `at_once`, the shared ones of all waves of a component may be one chunk, if that takes less time, and
+    whole ones of consecutive waves on one tp group are one chunk, as long as starting it takes more than 1 /
+    `WORTH` of it.
     """
     chunks = [
         chunk
-        for name in sorted(slots)
+        for name in sorted(tp_groups)
         if not sharing[name].whole
-        for chunk in _shared_chunks(name, items, slots[name], sharing[name], waves, at_once)
+        for chunk in _shared_chunks(name, items, tp_groups[name], sharing[name], waves, at_once)
     ]
     shared = {number for chunk in chunks for number in chunk.items}
     barriers = sorted((waves[chunk.items[0]], chunk.component) for chunk in chunks)
@@ -128,22 +129,24 @@ def make_chunks(
     for number, item in enumerate(items):
         if number not in shared:
             stretches[bisect(barriers, (waves[number], item.component))].append(number)
-    members: dict[tuple[int, str, Slot], list[int]] = defaultdict(list)
+    members: dict[tuple[int, str, TpGroup], list[int]] = defaultdict(list)
     for whole in stretches:
         work = [_marginal_ns(costs, items[i]) for i in whole]
-        starts = _starts(whole, work, items, waves, costs, slots) if at_once else {}
-        for number, slot in zip(whole, spread(work, [slots[items[i].component] for i in whole]), strict=True):
+        starts = _starts(whole, work, items, waves, costs, tp_groups) if at_once else {}
+        for number, tp_group in zip(
+            whole, spread(work, [tp_groups[items[i].component] for i in whole]), strict=True
+        ):
             name = items[number].component
-            members[starts.get((name, waves[number]), waves[number]), name, slot].append(number)
-    for (_, name, slot), numbers in members.items():
+            members[starts.get((name, waves[number]), waves[number]), name, tp_group].append(number)
+    for (_, name, tp_group), numbers in members.items():
         layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
-        chunks.append(_chunk(items, numbers, slot, layout, sharing[name]))
+        chunks.append(_chunk(items, numbers, tp_group, layout, sharing[name]))
     return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.ranks)))
 
 
 def make_quanta(
     items: Sequence[PlannedItem],
-    slots: Mapping[str, Sequence[Slot]],
+    tp_groups: Mapping[str, Sequence[TpGroup]],
     sharing: Mapping[str, Sharing],
     costs: Mapping[str, WorkCost],
     waves: Sequence[int],
@@ -152,19 +155,19 @@ def make_quanta(
 ) -> tuple[Chunk, ...]:
     """Share the items of a domain as `make_chunks` does, but leave open who takes those that stay whole.
 
-    They come in the order of their `waves` to quanta of about equal cost, `count` for each slot of their
+    They come in the order of their `waves` to quanta of about equal cost, `count` for each tp group of their
     encoder: a quantum holds whole items, of several microbatches if need be, or a single one that costs more.
-    Each stands on its encoder's first slot, until a schedule places it.
+    Each stands on its encoder's first tp group, until a schedule places it.
 
     Where they are to be `coarse`, what is shared of all waves may be one chunk, as `at_once` there, and there
-    are as few quanta as starting them is worth: of w work on a slot in q quanta, each of which takes s to
+    are as few quanta as starting them is worth: of w work on a tp group in q quanta, each of which takes s to
     start, starting takes q s, and gaps as long as a quantum's work stay empty, w / q. Both together are least
     at the square root of w / s.
     """
     chunks: list[Chunk] = []
-    for name in sorted(slots):
+    for name in sorted(tp_groups):
         own = sharing[name]
-        together = [] if own.whole else list(_shared_chunks(name, items, slots[name], own, waves, coarse))
+        together = [] if own.whole else list(_shared_chunks(name, items, tp_groups[name], own, waves, coarse))
         shared = {number for chunk in together for number in chunk.items}
         whole = [n for n, item in enumerate(items) if item.component == name and n not in shared]
         whole.sort(key=waves.__getitem__)
@@ -172,10 +175,10 @@ def make_quanta(
         chunks += together
         each = count
         if coarse:
-            each = min(count, max(1, isqrt(sum(work) // (len(slots[name]) * _starting_ns(costs[name])))))
-        for numbers in _cut_evenly(whole, work, each * len(slots[name])):
+            each = min(count, max(1, isqrt(sum(work) // (len(tp_groups[name]) * _starting_ns(costs[name])))))
+        for numbers in _cut_evenly(whole, work, each * len(tp_groups[name])):
             layout = SequenceLayout.whole([items[n].tokens for n in numbers], [0] * len(numbers), 1)
-            chunks.append(_chunk(items, numbers, slots[name][0], layout, own))
+            chunks.append(_chunk(items, numbers, tp_groups[name][0], layout, own))
     return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.items)))
 
 
@@ -195,7 +198,7 @@ def _starts(
     items: Sequence[PlannedItem],
     waves: Sequence[int],
     costs: Mapping[str, WorkCost],
-    slots: Mapping[str, Sequence[Slot]],
+    tp_groups: Mapping[str, Sequence[TpGroup]],
 ) -> dict[tuple[str, int], int]:
     """By component and wave, the first of the consecutive waves whose items, with `numbers`, of so much
     `work`, are encoded together: as few as starting their chunks is worth. A wave that is worth it by itself
@@ -206,7 +209,7 @@ def _starts(
         of_wave[items[number].component][waves[number]] += ns
     starts = {}
     for name, of in of_wave.items():
-        least = WORTH * _starting_ns(costs[name]) * len(slots[name])
+        least = WORTH * _starting_ns(costs[name]) * len(tp_groups[name])
         first, taken, left = -1, 0, of.total()
         for wave in sorted(of):
             if first < 0 or (taken >= least and left >= least):
@@ -234,7 +237,7 @@ def _cut_evenly(numbers: Sequence[int], costs: Sequence[int], count: int) -> Ite
 def _shared_chunks(
     component: str,
     items: Sequence[PlannedItem],
-    slots: Sequence[Slot],
+    tp_groups: Sequence[TpGroup],
     sharing: Sharing,
     waves: Sequence[int],
     at_once: bool = False,
@@ -245,7 +248,7 @@ def _shared_chunks(
         if item.component == component:
             batches[waves[number]].append(number)
     lengths = {m: [items[i].tokens for i in numbers] for m, numbers in batches.items()}
-    everyone = tuple(rank for slot in slots for rank in slot)
+    everyone = tuple(rank for tp_group in tp_groups for rank in tp_group)
     numbers = [number for wave in sorted(batches) for number in batches[wave]]
     costs = [sharing.whole_ns(items[number].tokens) for number in numbers]
     even_ns, whole_ns = sum(costs) // sharing.num_cp_ranks, _makespan(costs, sharing.num_cp_ranks)
@@ -270,9 +273,9 @@ def worth_sharing(
 ) -> list[int]:
     """Return the microbatches to share, as in their `layouts`; the items of the others stay whole.
 
-    A shared microbatch is a barrier to all slots, and whole items find their balance only between barriers.
-    So the microbatches are tried from the one with the longest item on, and as many are shared as let the
-    step take the least time.
+    A shared microbatch is a barrier to all tp groups, and whole items find their balance only between
+    barriers. So the microbatches are tried from the one with the longest item on, and as many are shared as
+    let the step take the least time.
     """
     candidates = [m for m, layout in layouts.items() if any(len(shards) > 1 for shards in layout.shards)]
     if sharing.policy.forced:
@@ -324,7 +327,7 @@ def _makespan(costs: Sequence[int], ranks: int) -> int:
 def _chunk(
     items: Sequence[PlannedItem],
     numbers: Sequence[int],
-    ranks: Slot,
+    ranks: TpGroup,
     layout: SequenceLayout,
     sharing: Sharing,
 ) -> Chunk:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from omni.models.followed import Followed
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
 from omni.rank.inputs import ChunkInputs
-from parallel.slots import own_rows
+from parallel.tp_rows import own_rows
 from pipeline.behind import Behind
 
 

@@ -36,9 +36,9 @@ from pipeline.domain_plan import Chunk, DomainPlan, Microbatch
 
 @dataclass(frozen=True)
 class ChunkInputs:
-    """A chunk's items on this rank's slot, packed: values [T, ...], positions [T, A] and how attention
-    divides them. `row_counts` are the rows that each rank of the slot passes on, `samples` the names of the
-    samples that the items belong to.
+    """A chunk's items on this rank's tp group, packed: values [T, ...], positions [T, A] and how attention
+    divides them. `row_counts` are the rows that each rank of the tp group passes on, `samples` the names of
+    the samples that the items belong to.
     """
 
     values: torch.Tensor
@@ -115,12 +115,14 @@ class Assembler:
         return [i for chunk in domain.chunks for i, _ in self.shards(chunk)]
 
     def shards(self, chunk: Chunk) -> list[tuple[int, list[Shard]]]:
-        """Return the items of a chunk that this rank's slot encodes any of, by number, with its shards."""
+        """Return the items of a chunk that this rank's tp group encodes any of, by number, with its
+        shards.
+        """
         if self.place.position not in chunk.ranks:
             return []
-        slot = chunk.slot(self.place.position)
+        tp_group = chunk.tp_group(self.place.position)
         found = (
-            (i, [s for s in shards if s.cp_rank == slot and s.length])
+            (i, [s for s in shards if s.cp_rank == tp_group and s.length])
             for i, shards in zip(chunk.items, chunk.layout.shards, strict=True)
         )
         return [(i, own) for i, own in found if own]
@@ -216,7 +218,7 @@ class Assembler:
         """Pack this rank's items of a chunk, of which one that could not be prepared is None."""
         chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]
-        slot = chunk.slot(self.place.position)
+        tp_group = chunk.tp_group(self.place.position)
         pieces = []
         names = []
         for i, shards in self.shards(chunk):
@@ -238,9 +240,9 @@ class Assembler:
         values = transferred(encoder, np.concatenate([piece.values for piece in pieces]), self.place.device)
         positions = torch.from_numpy(np.concatenate([piece.positions for piece in pieces]))
         grids = tuple(domain.items[i].grid for i in chunk.items)
-        sharding = Sharding(chunk.layout, chunk.tiles, slot, tail, chunk.tp, grids)
+        sharding = Sharding(chunk.layout, chunk.tiles, tp_group, tail, chunk.tp, grids)
         packed = encoder.pack(sharding, positions, self.place.dtype, self.place.device)
-        counts = chunk.rows[slot * chunk.tp : (slot + 1) * chunk.tp]
+        counts = chunk.rows[tp_group * chunk.tp : (tp_group + 1) * chunk.tp]
         return ChunkInputs(values, positions, packed, counts, tuple(names))
 
 

@@ -13,7 +13,7 @@ from parallel.policy import Policy
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
-from pipeline.policies import Slot
+from pipeline.policies import TpGroup
 from pipeline.rules.memory import Kept
 
 Order = list[list[Op]]
@@ -33,13 +33,13 @@ MANY_QUANTA = 64
 @dataclass(frozen=True)
 class Facts:
     """What a schedule may be built by, beside the domain: what ops take (`costs`) and keep (`kept`), where a
-    chunk of an encoder may run (`slots`), the components that do not learn in this step (`frozen`), and
+    chunk of an encoder may run (`tp_groups`), the components that do not learn in this step (`frozen`), and
     whether passes stand in `one_queue` with messages, which then wait until both ends are between two ops.
     """
 
     costs: Costs
     kept: Kept
-    slots: Mapping[str, Sequence[Slot]] = field(default_factory=dict)
+    tp_groups: Mapping[str, Sequence[TpGroup]] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     one_queue: bool = False
 
@@ -61,13 +61,13 @@ class SchedulePolicy(Policy):
     holds at most, as 1F1B unless given: with their sizes, the bound that the plan carries. `parts` is how
     many parts of the LLM on a rank it can order at most, None for any number.
 
-    A schedule with `quanta` says where chunks run: a chunk of one slot goes where the order encodes it. Items
-    that stay whole come to it as about so many chunks for each slot and microbatch, or in long steps as
-    `quanta_for` says, of about equal cost, and routes are planned after it. They are fewer where starting
-    them takes more than they fill of a pipeline's gaps, unless the schedule is `uniform`. Of a policy with
-    `candidates` nothing else counts: the planner plans with each of them and keeps what takes the least
-    simulated time. One that encodes all items `at_once`, before any pass of the LLM, has those of several
-    microbatches encoded together where that takes less time. One that is `deep` holds about twice the
+    A schedule with `quanta` says where chunks run: a chunk of one tp group goes where the order encodes it.
+    Items that stay whole come to it as about so many chunks for each tp group and microbatch, or in long
+    steps as `quanta_for` says, of about equal cost, and routes are planned after it. They are fewer where
+    starting them takes more than they fill of a pipeline's gaps, unless the schedule is `uniform`. Of a
+    policy with `candidates` nothing else counts: the planner plans with each of them and keeps what takes the
+    least simulated time. One that encodes all items `at_once`, before any pass of the LLM, has those of
+    several microbatches encoded together where that takes less time. One that is `deep` holds about twice the
     activations of 1F1B, and is tried only if what fits is known. Where no candidate fits, those that are
     `lean` are tried in turn; of these, schedules that place chunks under bounds on what encoders hold.
     """
@@ -89,7 +89,7 @@ class SchedulePolicy(Policy):
         return self.quanta > 0 and not self.uniform
 
     def quanta_for(self, microbatches: int, bounded: bool) -> int:
-        """Return how many chunks each slot has in a step of so many microbatches: `quanta` for each.
+        """Return how many chunks each tp group has in a step of so many microbatches: `quanta` for each.
 
         Beyond 64 in all one for each is enough, since coarse quanta fit the gaps of a long step as well;
         but not where activations are `bounded` and only few quanta may be alive.
@@ -136,7 +136,7 @@ def lean_of(policy: SchedulePolicy, parts: int, stages: int) -> tuple[SchedulePo
 
 
 def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:
-    """Return a domain with its chunks of one slot on the ranks that encode them in an order."""
+    """Return a domain with its chunks of one tp group on the ranks that encode them in an order."""
     teams: dict[int, list[int]] = {}
     for team, ops in enumerate(order):
         for op in ops:

@@ -24,13 +24,13 @@ from pipeline.builders.just_in_time import in_slots, just_in_time
 from pipeline.builders.schedule import Facts, Order, SchedulePolicy, TeamChunk
 from pipeline.domain_plan import Chunk, DomainPlan
 from pipeline.ops import Kind, Op
-from pipeline.policies import Slot
+from pipeline.policies import TpGroup
 
 LONG = 2  # quanta
 
 
 def build_joint_uniform(domain: DomainPlan, facts: Facts) -> Order:
-    """Order the teams of a domain; a chunk of one slot may come to another of its encoder.
+    """Order the teams of a domain; a chunk of one tp group may come to another of its encoder.
 
     A chunk is encoded in the slot in which its middle lies in the row of its team, or in the one in which the
     first stage needs it, if that is earlier; it goes back in the slot in which its middle lies among
@@ -45,7 +45,7 @@ def build_joint_uniform(domain: DomainPlan, facts: Facts) -> Order:
     )
     last, bounded = len(domain.microbatches) - 1, {name for name, _ in domain.bounds}
     costs = [a + b for a, b in zip(encode_ns, back_ns, strict=True)]
-    dealt = replace(domain, chunks=_dealt(domain, facts.slots, costs))
+    dealt = replace(domain, chunks=_dealt(domain, facts.tp_groups, costs))
 
     def slots(stage: int, mine: Sequence[TeamChunk]) -> list[tuple[int, int]]:
         chunks = [dealt.chunks[chunk.number] for chunk in mine]
@@ -82,17 +82,19 @@ def _middles(costs: Sequence[int], count: int) -> list[int]:
 
 
 def _dealt(
-    domain: DomainPlan, slots: Mapping[str, Sequence[Slot]], costs: Sequence[int]
+    domain: DomainPlan, tp_groups: Mapping[str, Sequence[TpGroup]], costs: Sequence[int]
 ) -> tuple[Chunk, ...]:
-    """The chunks of a domain, those of one slot dealt to the slots of their encoder, as even as they go."""
+    """The chunks of a domain, those of one tp group dealt to the tp groups of their encoder, as even as they
+    go.
+    """
     free: dict[str, list[int]] = defaultdict(list)
     for number, chunk in enumerate(domain.chunks):
-        if chunk.layout.num_cp_ranks == 1 and chunk.component in slots:
+        if chunk.layout.num_cp_ranks == 1 and chunk.component in tp_groups:
             free[chunk.component].append(number)
     chunks = list(domain.chunks)
     for component, numbers in free.items():
         numbers.sort(key=lambda number: chunks[number].microbatches)
-        places = slots[component]
+        places = tp_groups[component]
         for number, at in zip(numbers, deal_out([costs[n] for n in numbers], [1] * len(places)), strict=True):
             chunks[number] = replace(chunks[number], ranks=tuple(places[at]))
     return tuple(chunks)

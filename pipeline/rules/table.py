@@ -41,7 +41,7 @@ def unclear_chunks(domain: DomainPlan) -> Iterator[str]:
     """Chunks that say different things of their work: nothing else can be checked."""
     for c, chunk in enumerate(domain.chunks):
         items = [domain.items[i] for i in chunk.items if 0 <= i < len(domain.items)]
-        slots, ranks = chunk.layout.num_cp_ranks, chunk.ranks
+        groups, ranks = chunk.layout.num_cp_ranks, chunk.ranks
         if len(items) < len(chunk.items) or {i.component for i in items} != {chunk.component}:
             yield f"R5: chunk {c} holds items of another component, or of none"
         elif chunk.microbatches != tuple(sorted({i.microbatch for i in items})):
@@ -50,17 +50,17 @@ def unclear_chunks(domain: DomainPlan) -> Iterator[str]:
             yield f"R5: chunk {c} divides {chunk.layout.lengths} tokens, which are not those of its items"
         elif not ranks or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
             yield f"R5: chunk {c} is on positions {ranks}, which are not neighbours"
-        elif ranks[0] % domain.team or (len(ranks) % slots == 0 and chunk.tp % domain.team):
+        elif ranks[0] % domain.team or (len(ranks) % groups == 0 and chunk.tp % domain.team):
             yield (
-                f"R5: chunk {c} is on {slots} slots of positions {ranks}, which are not whole teams of "
+                f"R5: chunk {c} is on {groups} slots of positions {ranks}, which are not whole teams of "
                 f"{domain.team}"
             )
         elif ranks[-1] >= domain.num_ranks:
             yield f"R5: chunk {c} is on positions {ranks} of {domain.num_ranks}"
-        elif len(ranks) % slots or chunk.outputs != outputs_of(
+        elif len(ranks) % groups or chunk.outputs != outputs_of(
             chunk.items, domain.items, chunk.layout, chunk.tp, len(domain.fed_by(chunk.component))
         ):
-            yield f"R5: chunk {c} puts out {chunk.rows} rows, not those of its items on {slots} slots"
+            yield f"R5: chunk {c} puts out {chunk.rows} rows, not those of its items on {groups} slots"
 
 
 def unknown_ops(plan: StepPlan, lists: Lists) -> Iterator[str]:

@@ -230,17 +230,17 @@ def _blocks(layout: Case) -> Iterator[tuple[tuple[Any, ...], ...]]:
     for domain in AXES["domain"] if layout.dp > 1 else ("1",):
         case = replace(layout, domain=domain)
         found = case.arrangement()
-        slots = len(found.slots("image"))
+        num_tp_groups = len(found.tp_groups("image"))
         yield (
             *((getattr(case, axis),) for axis in LAYOUT_AXES),
             (domain,),
             AXES["model"] if case.ep == 1 else ("experts",),
-            AXES["encoder_sp"] if slots > 1 else ("none",),
+            AXES["encoder_sp"] if num_tp_groups > 1 else ("none",),
             AXES["llm_sp"] if found.pool > 1 else ("uniform",),
             tuple(s for s in AXES["schedule"] if _schedules(case, s)),
             AXES["recompute"],
             AXES["boundary"] if found.domain_size > 1 else ("auto",),
-            AXES["data"] if slots * found.num_domains > 1 else ("mixed",),
+            AXES["data"] if num_tp_groups * found.num_domains > 1 else ("mixed",),
             AXES["frozen"],
         )
 

@@ -261,9 +261,9 @@ step are those that clip its gradients.
 own size, normed heads, a feed-forward without gates, other routers,
 frozen components, and that placeholders shifted by one fail, as does a norm counted wrong.
 `tests/omni/test_parity_matrix.py` adds what no pair of values shows: an expert whose shards lie on ranks that
-differ in tp, encoder slots that span pipeline stages, ZB-H2 and `joint_uniform`. `tests/omni/test_systems.py`
-trains every preset of a [system](systems.md) so, `tests/omni/test_zero.py` trains
-[ZeRO-2 and 3](running.md#zero), and `tests/omni/test_bf16.py` compares ranks in bf16.
+differ in tp, encoder tp groups that span pipeline stages, ZB-H2 and `joint_uniform`.
+`tests/omni/test_systems.py` trains every preset of a [system](systems.md) so, `tests/omni/test_zero.py`
+trains [ZeRO-2 and 3](running.md#zero), and `tests/omni/test_bf16.py` compares ranks in bf16.
 
 Parity compares the code with itself. What every rank does wrong alike is held against equations and
 definitions: [tests.md](tests.md).

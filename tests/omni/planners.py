@@ -125,9 +125,9 @@ def sharing_of(world: Arrangement, llm_sp: str, encoder_sp: str, budget: Budget)
             most = own_share if policy.finds_room else 2 * budget.microbatch_tokens
             out[name] = Sharing(policy, make_pool(cost, over, 1, most), world.pool)
         else:
-            slots = len(world.slots(name))
-            whole = slots == 1 or not policy.cuts
-            out[name] = Sharing(policy, make_pool(cost, slots, UNIT), slots, whole=whole)
+            num_tp_groups = len(world.tp_groups(name))
+            whole = num_tp_groups == 1 or not policy.cuts
+            out[name] = Sharing(policy, make_pool(cost, num_tp_groups, UNIT), num_tp_groups, whole=whole)
     return out
 
 
@@ -207,8 +207,8 @@ def settings_of_planners(draw) -> dict:
     size = tp * cp * (pp if placement is COLOCATED else 1) * shared
     if beside:
         size = beside if beside % (dp // shared) else beside // (dp // shared)
-    slots = [k for k in (1, 2, 3) if size % k == 0]
-    encoder_tp = {name: draw(st.sampled_from(slots)) for name in ("eye", "ear")}
+    sizes = [k for k in (1, 2, 3) if size % k == 0]
+    encoder_tp = {name: draw(st.sampled_from(sizes)) for name in ("eye", "ear")}
     world = arrange(Layout(tp, cp, dp, pp), encoder_tp, placement, beside, shared)
     llm_sp = draw(st.sampled_from(["uniform", "uniform", *SHARING]))
     budget = draw(budgets(least=0))

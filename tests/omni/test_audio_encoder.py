@@ -364,7 +364,9 @@ def test_encoders_with_layouts_of_their_own_equal_one_rank(
 
 
 @pytest.mark.parametrize("case", OWN_LAYOUTS)
-def test_in_these_layouts_slots_of_both_encoders_have_items(data: Path, tmp_path: Path, case: str) -> None:
+def test_in_these_layouts_tp_groups_of_both_encoders_have_items(
+    data: Path, tmp_path: Path, case: str
+) -> None:
     world, more = OWN_LAYOUTS[case]
     spec = prepare_run(compose_config(line_of(data, tmp_path, *more)), world)
     plans = plans_of_all_domains(spec.planner, 1, 0)
@@ -374,7 +376,7 @@ def test_in_these_layouts_slots_of_both_encoders_have_items(data: Path, tmp_path
     }
     assert sizes == {name: {layout.tp} for name, layout in spec.config.layout.encoders.items()}
     ones = {c.ranks for c in chunks if c.tp == 1}
-    assert len(ones) > 1, "the encoder with tp1 is on several slots"
+    assert len(ones) > 1, "the encoder with tp1 is on several tp groups"
 
 
 def test_every_weight_of_both_encoders_learns(ranks: RankPool, data: Path, tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_as_many_ranks_encode_as_keep_the_llm_busy(world: int, work: tuple[int, 
 
 
 @pytest.mark.parametrize(
-    "world, slot, sizes, nearest",
+    "world, encoder_tp, sizes, nearest",
     [
         (4, 2, {}, 6),
         (1, 1, {}, 5),
@@ -155,12 +155,12 @@ def test_as_many_ranks_encode_as_keep_the_llm_busy(world: int, work: tuple[int, 
     ],
 )
 def test_ranks_that_leave_none_to_encode_are_refused_with_the_nearest_that_would_do(
-    world: int, slot: int, sizes: dict[str, int], nearest: int
+    world: int, encoder_tp: int, sizes: dict[str, int], nearest: int
 ) -> None:
     own = LLMLayoutConfig(tp=2, pp=2, **sizes)
     with pytest.raises(LayoutError, match=f"launch.ranks={world}: .*launch.ranks={nearest} would do"):
-        ranks_beside(world, own, {"image": slot}, DISAGGREGATED)
-    assert ranks_beside(nearest, own, {"image": slot}, DISAGGREGATED) % slot == 0
+        ranks_beside(world, own, {"image": encoder_tp}, DISAGGREGATED)
+    assert ranks_beside(nearest, own, {"image": encoder_tp}, DISAGGREGATED) % encoder_tp == 0
 
 
 @pytest.mark.parametrize("weights", [(1, 9), (5, 5), (9, 1), (1, 0), (0, 1), (2, 1)])

@@ -54,8 +54,8 @@ SINGLE_QUEUE = (
     "cp2 pp2 dp2 stage0 one_domain enc_hybrid_pow2 interleaved recompute reduce_scatter",
     "pp2 enc_tp2 experts joint frozen_in_turn",
 )
-# What only three values together show: the shards of one expert on ranks that differ in tp, and slots that
-# span stages because none holds one alone.
+# What only three values together show: the shards of one expert on ranks that differ in tp, and tp groups
+# that span stages because none holds one alone.
 SPANNING = (
     Case(pp=2, encoder_tp=2),
     Case(pp=4, encoder_tp=2, encoder_sp="dynamic", schedule="one_f_one_b", recompute="full"),
@@ -102,7 +102,7 @@ def test_case_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("case", SPANNING, ids=lambda case: case.name)
-def test_slots_of_these_cases_span_stages(folder: Path, case: Case) -> None:
+def test_tp_groups_of_these_cases_span_stages(folder: Path, case: Case) -> None:
     (domain,) = (plan.domain for plan in plans_of(case, folder))
     stages = {tuple(map(domain.stage, chunk.ranks[: chunk.tp])) for chunk in domain.chunks}
     assert stages

@@ -162,9 +162,9 @@ def test_chunks_hold_every_item_once_and_add_up(chosen, cursor):
                 rows = range(block.first, block.first + block.rows)
                 put_out.update((block.item, block.point, row) for row in rows)
             assert put_out == Counter((i, 0, row) for i in chunk.items for row in range(items[i].rows))
-            slots = world.slots(chunk.component)
-            everyone = tuple(rank for slot in slots for rank in slot)
-            assert chunk.ranks in (*slots, everyone)
+            tp_groups = world.tp_groups(chunk.component)
+            everyone = tuple(rank for tp_group in tp_groups for rank in tp_group)
+            assert chunk.ranks in (*tp_groups, everyone)
             is_shared = any(len(shards) > 1 for shards in chunk.layout.shards)
             assert is_shared == (chunk.layout.num_cp_ranks > 1)
             assert not (is_shared and chosen["encoder_sp"] == "none")
@@ -176,16 +176,16 @@ def test_chunks_hold_every_item_once_and_add_up(chosen, cursor):
 def rows_of(chunk: Chunk, domain: DomainPlan) -> list[tuple[int, tuple[int, int]]]:
     """(rank, (microbatch, packed position)) of every row of a chunk, one at a time, in each rank's order."""
     out = []
-    for slot in range(chunk.layout.num_cp_ranks):
+    for tp_group in range(chunk.layout.num_cp_ranks):
         rows = []
         for number, shards in zip(chunk.items, chunk.layout.shards, strict=True):
             item = domain.items[number]
             for shard in shards:
-                if shard.cp_rank == slot:
+                if shard.cp_rank == tp_group:
                     first, stop = shard.start // UNIT, (shard.start + shard.length) // UNIT
                     rows += [(item.microbatch, item.start + row) for row in range(first, stop)]
         share, rest = divmod(len(rows), chunk.tp)
-        ranks = chunk.ranks[slot * chunk.tp : (slot + 1) * chunk.tp]
+        ranks = chunk.ranks[tp_group * chunk.tp : (tp_group + 1) * chunk.tp]
         holders = [rank for t, rank in enumerate(ranks) for _ in range(share + (t < rest))]
         out += list(zip(holders, rows, strict=True))
     return out

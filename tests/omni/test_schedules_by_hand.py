@@ -51,7 +51,7 @@ PP2 = ("layout.llm.pp=2", "layout.llm.parts=2")
 @dataclass(frozen=True)
 class Case:
     """A schedule by hand on `world` ranks, of a `model` that one rank has too. With `merged`, neighbouring
-    chunks of a slot are one.
+    chunks of a tp group are one.
     """
 
     world: int
@@ -119,13 +119,13 @@ def prepare(case: Case, config: Config) -> RunSpec:
     return replace(spec, planner=replace(spec.planner, domain=domain))
 
 
-def merged_chunks(items: Any, slots: Any, sharing: Any, costs: Any, waves: Any) -> tuple[Chunk, ...]:
-    """Two by two, the image chunks that follow each other on a slot; others as they are."""
-    of_slot: dict[Any, list[Chunk]] = defaultdict(list)
-    for chunk in make_chunks(items, slots, sharing, costs, waves):
-        of_slot[chunk.component, chunk.ranks, chunk.layout.num_cp_ranks].append(chunk)
+def merged_chunks(items: Any, tp_groups: Any, sharing: Any, costs: Any, waves: Any) -> tuple[Chunk, ...]:
+    """Two by two, the image chunks that follow each other on a tp group; others as they are."""
+    of_tp_group: dict[Any, list[Chunk]] = defaultdict(list)
+    for chunk in make_chunks(items, tp_groups, sharing, costs, waves):
+        of_tp_group[chunk.component, chunk.ranks, chunk.layout.num_cp_ranks].append(chunk)
     merged = []
-    for chunks in of_slot.values():
+    for chunks in of_tp_group.values():
         size = 2 if chunks[0].component == "image" else 1
         for first in range(0, len(chunks), size):
             merged.append(merge(chunks[first : first + size], items, sharing))

@@ -33,7 +33,7 @@ RANKS, UNIT = 8, 4
 LINK = Link(2_000, 10**11)
 TABLE = CostTable(0, {"eye": work_cost(10**9, 10**6, 0, exchanges=4)}, Links(LINK, LINK), row_bytes=64)
 COST = sequence_cost(TABLE, "eye", AttentionShape(8, 8), 128, LINK)
-SLOTS = {"eye": [(rank,) for rank in range(RANKS)]}
+TP_GROUPS = {"eye": [(rank,) for rank in range(RANKS)]}
 
 
 def sharing_by(policy: str) -> Sharing:
@@ -52,7 +52,7 @@ def planned(
     ]
     return make_chunks(
         items,
-        SLOTS,
+        TP_GROUPS,
         {"eye": sharing_by(policy)},
         costs,
         [item.microbatch for item in items],
@@ -120,19 +120,19 @@ def dear(starting_ns: int) -> dict[str, WorkCost]:
     ("starting_us", "waves"), [(0, 1), (1, 1), (625, 1), (1_250, 2), (2_500, 4), (7_000, 12), (100_000, 12)]
 )
 def test_whole_items_are_encoded_in_as_few_chunks_as_starting_them_is_worth(starting_us, waves):
-    """Items of 20 ms, two a slot and wave: 64 times a start of 0.625 ms are those of a wave."""
+    """Items of 20 ms, two a tp group and wave: 64 times a start of 0.625 ms are those of a wave."""
     batches, costs = [[4000] * 16] * 12, dear(1_000 * starting_us)
     apart = planned("none", batches, costs=costs)
     chunks = planned("none", batches, at_once=True, costs=costs)
-    of_slot = {ranks: [c.microbatches for c in chunks if c.ranks == ranks] for ranks in SLOTS["eye"]}
+    of_tp_group = {ranks: [c.microbatches for c in chunks if c.ranks == ranks] for ranks in TP_GROUPS["eye"]}
     runs = [tuple(range(first, first + waves)) for first in range(0, 12, waves)]
-    assert list(of_slot.values()) == [runs] * RANKS
+    assert list(of_tp_group.values()) == [runs] * RANKS
     assert [c.microbatches for c in apart] == [(m,) for m in range(12) for _ in range(RANKS)]
     assert {i: c.ranks for c in chunks for i in c.items} == {i: c.ranks for c in apart for i in c.items}
 
 
 def test_waves_that_are_worth_a_chunk_stay_apart_and_small_ones_join_them():
-    """A large wave takes a slot 40 ms, a small one 1.1 ms, of which starting a chunk is worth 16 ms."""
+    """A large wave takes a tp group 40 ms, a small one 1.1 ms, of which starting a chunk is worth 16 ms."""
     large, small = [4000] * 16, [400] * 16
     batches = [small, small, large, large, small, large, small]
     chunks = planned("none", batches, at_once=True, costs=dear(250_000))
@@ -155,10 +155,12 @@ def test_starting_chunks_takes_little_of_a_step():
     ("starting_us", "each"), [(0, 24), (100, 24), (1_250, 19), (7_500, 8), (30_000, 4), (480_000, 1)]
 )
 def test_quanta_are_as_few_as_starting_them_is_worth(starting_us, each):
-    """480 ms of work on each of eight slots: 64 quanta, each of which takes 7.5 ms to start, would be 8."""
+    """480 ms of work on each of eight tp groups: 64 quanta, each of which takes 7.5 ms to start, would be
+    8.
+    """
     costs = dear(1_000 * starting_us)
     items = [PlannedItem("eye", 0, 0, number // 16, 4000, 1000, 0) for number in range(12 * 16)]
-    rest = (SLOTS, {"eye": sharing_by("none")}, costs, [item.microbatch for item in items], 24)
+    rest = (TP_GROUPS, {"eye": sharing_by("none")}, costs, [item.microbatch for item in items], 24)
     assert len(make_quanta(items, *rest)) == 24 * RANKS
     chunks = make_quanta(items, *rest, coarse=True)
     assert len(chunks) == each * RANKS

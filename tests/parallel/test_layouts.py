@@ -244,33 +244,33 @@ def test_groups_that_compute_together_lie_inside_a_domain(world):
 
 @settings(deadline=None, max_examples=200)
 @given(arrangements())
-def test_slots_hold_every_rank_of_an_encoder_once(world):
+def test_tp_groups_hold_every_rank_of_an_encoder_once(world):
     expected = {
         "colocated": range(world.llm_size),
         "stage0": range(world.stage_size),
         "disaggregated": range(world.llm_size, world.domain_size),
     }[world.placement]
     for name, tp in world.encoder_tp.items():
-        slots = world.slots(name)
-        assert [position for slot in slots for position in slot] == list(expected)
-        assert {len(slot) for slot in slots} == {tp}
+        tp_groups = world.tp_groups(name)
+        assert [position for tp_group in tp_groups for position in tp_group] == list(expected)
+        assert {len(tp_group) for tp_group in tp_groups} == {tp}
         mesh = world.encoder_meshes[name]
         assert len(mesh.ranks) == len(expected) * world.num_domains
         for domain in range(world.num_domains):
             ranks = world.domain_ranks(domain)
-            for number, slot in enumerate(slots):
-                for t, position in enumerate(slot):
+            for number, tp_group in enumerate(tp_groups):
+                for t, position in enumerate(tp_group):
                     at = mesh.coordinates(ranks[position])
                     assert at == {
                         "tp": t,
                         "slot": number,
                         "domain": domain,
-                        "dp": domain * len(slots) + number,
+                        "dp": domain * len(tp_groups) + number,
                     }
 
 
 def brute_force_replicas(llm, encoder_tp, placement, encoder_ranks, least) -> tuple[bool, int] | None:
-    """Whether slots lie inside stages, and the replicas of a domain: the first choice that fits."""
+    """Whether tp groups lie inside stages, and the replicas of a domain: the first choice that fits."""
     choices = []
     for inside, k in product((True, False), range(least, llm.dp + 1)):
         stage = llm.tp * llm.cp * k
@@ -307,8 +307,8 @@ def test_domains_are_the_smallest_that_hold_every_group(data, llm, placement):
         assert made.replicas == replicas
         if placement is COLOCATED and inside:
             for name in encoder_tp:
-                for slot in made.slots(name):
-                    assert len({position // made.stage_size for position in slot}) == 1
+                for tp_group in made.tp_groups(name):
+                    assert len({position // made.stage_size for position in tp_group}) == 1
 
 
 def test_data_parallel_replicas_plan_alone_unless_they_share():
@@ -317,16 +317,16 @@ def test_data_parallel_replicas_plan_alone_unless_they_share():
     assert arrange(Layout(dp=4, tp=2), {"x": 2}, COLOCATED, 0).num_domains == 4
     assert arrange(Layout(dp=4, ep=4), {}, COLOCATED, 0).num_domains == 1
     assert arrange(Layout(dp=4), {"x": 1}, COLOCATED, 0, replicas=2).num_domains == 2
-    # Across the stages only where no stage holds a slot.
-    assert arrange(Layout(dp=1, pp=2), {"x": 2}, COLOCATED, 0).slots("x") == ((0, 1),)
-    assert arrange(Layout(dp=2, pp=2), {"x": 2}, COLOCATED, 0).slots("x") == ((0, 1), (2, 3))
+    # Across the stages only where no stage holds a tp group.
+    assert arrange(Layout(dp=1, pp=2), {"x": 2}, COLOCATED, 0).tp_groups("x") == ((0, 1),)
+    assert arrange(Layout(dp=2, pp=2), {"x": 2}, COLOCATED, 0).tp_groups("x") == ((0, 1), (2, 3))
 
 
 def test_encoders_beside_the_llm_stand_in_any_ratio():
     three = arrange(Layout(dp=2), {"x": 1}, DISAGGREGATED, 3)
     assert (three.world, three.num_domains) == (5, 1)
     assert three.domain_ranks(0) == (0, 1, 2, 3, 4)
-    assert three.slots("x") == ((2,), (3,), (4,))
+    assert three.tp_groups("x") == ((2,), (3,), (4,))
     four = arrange(Layout(dp=2, tp=2), {"x": 2}, DISAGGREGATED, 4)
     assert (four.world, four.num_domains) == (8, 2)
     assert four.domain_ranks(1) == (2, 3, 6, 7)
@@ -430,8 +430,8 @@ def test_a_stage_without_a_layer_is_refused_with_the_remedy():
         stage_layers(tuple([1] * 4), 0, 5)
 
 
-def test_least_common_slots_hold_every_encoder():
-    """Slots of 4 and 6 ranks side by side in domains of 12."""
+def test_least_common_domains_hold_every_encoder():
+    """TP groups of 4 and 6 ranks side by side in domains of 12."""
     world = arrange(Layout(dp=24), {"x": 4, "y": 6}, COLOCATED, 0)
     assert world.domain_size == lcm(4, 6)
-    assert [len(world.slots(name)) for name in ("x", "y")] == [3, 2]
+    assert [len(world.tp_groups(name)) for name in ("x", "y")] == [3, 2]

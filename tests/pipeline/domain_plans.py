@@ -78,15 +78,15 @@ class Work:
     """One chunk of encoder work: its neighbouring ranks, for which microbatch, and the rows of its items;
     for several microbatches, the items go to them in turn.
 
-    The ranks are `slots` slots of equal size. Every other item is cut over all slots, the rest lie whole on
-    one of them.
+    The ranks are `num_tp_groups` tp groups of equal size. Every other item is cut over all tp groups, the
+    rest lie whole on one of them.
     """
 
     component: str
     microbatch: int | tuple[int, ...]
     ranks: tuple[int, ...]
     rows: tuple[int, ...]
-    slots: int = 1
+    num_tp_groups: int = 1
 
     def microbatch_of(self, item: int) -> int:
         many = self.microbatch if isinstance(self.microbatch, tuple) else (self.microbatch,)
@@ -120,15 +120,15 @@ def random_work(random: Random, shape: Shape, microbatches: int) -> list[Work]:
         first, stop = shape.home(component)
         start = random.randrange(first, stop)
         stop = min(stop, shape.llm) if start < shape.llm else stop  # ranks beside the LLM share with no other
-        slots, size = random.choice(((1, 1), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)))
-        if start + slots * size > stop:
-            slots = size = 1
+        num_tp_groups, size = random.choice(((1, 1), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (4, 1)))
+        if start + num_tp_groups * size > stop:
+            num_tp_groups = size = 1
         rows = tuple(random.randint(0, 4) for _ in range(random.randint(1, 3)))
-        ranks = tuple(range(start, start + slots * size))
+        ranks = tuple(range(start, start + num_tp_groups * size))
         of = random.choice(with_items)
         if random.random() < 0.2:  # a quantum of several microbatches
             of = tuple(random.sample(with_items, random.randint(1, min(3, len(with_items)))))
-        work.append(Work(component, of, ranks, rows, slots))
+        work.append(Work(component, of, ranks, rows, num_tp_groups))
     return work
 
 
@@ -177,7 +177,7 @@ def make_plan(
     if train:
         builder = BUILDERS[schedule] if isinstance(schedule, str) else schedule
         places = isinstance(builder, SchedulePolicy) and builder.quanta
-        facts = Facts(costs or FREE, one, _slots(domain) if places else {}, frozenset(frozen))
+        facts = Facts(costs or FREE, one, _tp_groups(domain) if places else {}, frozenset(frozen))
         order = builder(domain, facts)
         if places:
             domain = as_ordered(domain, order)
@@ -205,14 +205,14 @@ def _bounds(domain: DomainPlan, schedule: str | Builder) -> tuple[tuple[str, int
     return tuple((f"llm/{part}", most(domain, part)) for part in range(domain.num_parts))
 
 
-def _slots(domain: DomainPlan) -> dict[str, list[tuple[int, ...]]]:
-    """Where chunks of one slot may go: to any of their encoder's home, if all have the same size."""
-    slots = {}
+def _tp_groups(domain: DomainPlan) -> dict[str, list[tuple[int, ...]]]:
+    """Where chunks of one tp group may go: to any of their encoder's home, if all have the same size."""
+    tp_groups = {}
     for name, (first, stop) in zip(COMPONENTS, domain.homes, strict=True):
         sizes = {c.tp for c in domain.chunks if c.component == name and c.layout.num_cp_ranks == 1}
         if len(sizes) == 1 and (stop - first) % (size := sizes.pop()) == 0:
-            slots[name] = [tuple(range(start, start + size)) for start in range(first, stop, size)]
-    return slots
+            tp_groups[name] = [tuple(range(start, start + size)) for start in range(first, stop, size)]
+    return tp_groups
 
 
 def one(rank: int, op: Op) -> int:
@@ -251,21 +251,23 @@ def _pack(
     for piece in work:
         numbers = tuple(range(filled, filled + len(piece.rows)))
         filled += len(piece.rows)
-        layout = SequenceLayout(piece.slots, tuple(_shards(i, items[i].rows, piece.slots) for i in numbers))
+        layout = SequenceLayout(
+            piece.num_tp_groups, tuple(_shards(i, items[i].rows, piece.num_tp_groups) for i in numbers)
+        )
         points = 1 + len(shape.taps) if piece.component == "image" else 1
-        outputs = outputs_of(numbers, items, layout, len(piece.ranks) // piece.slots, points)
+        outputs = outputs_of(numbers, items, layout, len(piece.ranks) // piece.num_tp_groups, points)
         tiles = ((),) * len(numbers)
         batches = tuple(sorted({items[i].microbatch for i in numbers}))
         chunks.append(Chunk(piece.component, batches, piece.ranks, numbers, layout, tiles, outputs))
     return items, chunks, lengths
 
 
-def _shards(item: int, rows: int, slots: int) -> tuple[Shard, ...]:
-    if item % 2 or slots == 1:
-        return (Shard(item % slots, 0, UNIT * rows),)
+def _shards(item: int, rows: int, num_tp_groups: int) -> tuple[Shard, ...]:
+    if item % 2 or num_tp_groups == 1:
+        return (Shard(item % num_tp_groups, 0, UNIT * rows),)
     shards, start = [], 0
-    for slot, share in enumerate(split_evenly(rows, slots)):
-        shards.append(Shard(slot, start, UNIT * share))
+    for tp_group, share in enumerate(split_evenly(rows, num_tp_groups)):
+        shards.append(Shard(tp_group, start, UNIT * share))
         start += UNIT * share
     return tuple(shards)
 

@@ -101,9 +101,9 @@ def test_activations_of_encoders_stay_under_their_bound(room):
     free = domain_of("joint", costs)
     assert max(map(held, free.ops)) > room
     base = replace(free, routes=(), ops=(), bounds=(*free.bounds, ("image", room)))
-    slots = {"image": [(rank,) for rank in range(STAGES)]}
+    tp_groups = {"image": [(rank,) for rank in range(STAGES)]}
     for policy in (JOINT, JOINT_ZERO_BUBBLE_H1):
-        order = policy(base, Facts(costs, lambda rank, op: 1, slots))
+        order = policy(base, Facts(costs, lambda rank, op: 1, tp_groups))
         assert max(map(held, order)) == room
 
 
@@ -145,7 +145,7 @@ def test_what_is_frozen_takes_no_room_in_the_pipeline():
     assert makespan(domain, costs) >= work
 
 
-def test_a_slot_that_would_hold_too_much_gives_to_one_that_has_room():
+def test_a_tp_group_that_would_hold_too_much_gives_to_one_that_has_room():
     assert within([0, 0, 0], [6, 5, 3], [0, 0, 0], 2, 10) == [1, 0, 0]
     assert within([0, 0, 0], [6, 5, 3], [0, 1, 2], 2, 6) == [0, 0, 0], "not held at once"
     assert within([0, 0, 1], [6, 5, 7], [0, 0, 0], 2, 10) == [0, 0, 1], "nobody has room"
@@ -177,18 +177,19 @@ def test_quanta_are_dealt_evenly_along_the_order():
 
 
 def test_long_quanta_are_dealt_first_and_count():
-    """One takes as much as six others: its slot gets none of these."""
+    """One takes as much as six others: its tp group gets none of these."""
     dealt = deal_out([10, 10, 10, 60, 10, 10, 10], [1, 1])
-    slot = dealt[3]
-    assert [n for n, of in enumerate(dealt) if of == slot] == [3]
+    tp_group = dealt[3]
+    assert [n for n, of in enumerate(dealt) if of == tp_group] == [3]
     assert deal_out([5, 5], [0, 0]) in ([1, 0], [0, 1])  # without shares evenly
 
 
-def test_slots_exchange_quanta_where_few_are_dealt():
+def test_tp_groups_exchange_quanta_where_few_are_dealt():
     """In order they come to 8 + 5 + 4 and 7 + 6; 8 and 6 change places."""
     dealt = deal_out([8, 7, 6, 5, 4], [15, 15])
     assert [
-        sum(cost for cost, of in zip([8, 7, 6, 5, 4], dealt, strict=True) if of == slot) for slot in (0, 1)
+        sum(cost for cost, of in zip([8, 7, 6, 5, 4], dealt, strict=True) if of == tp_group)
+        for tp_group in (0, 1)
     ] == [15, 15]
 
 

@@ -29,7 +29,7 @@ def a_plan() -> StepPlan:
     work = [
         Work("image", 0, (2, 3), (2, 1)),
         Work("audio", 1, (8, 9), (3,)),
-        Work("image", (0, 1), (0, 1, 2, 3), (2, 3), slots=2),
+        Work("image", (0, 1), (0, 1, 2, 3), (2, 3), num_tp_groups=2),
     ]
     taps = (Point("llm.layers.1", 1, 0),)
     shape = Shape(2, pool=2, tp=2, party=2, team=2, parts=2, beside=2, homes=((8, 10), (0, 4)), taps=taps)

@@ -54,7 +54,7 @@ def facts(plan: StepPlan) -> set[tuple[object, ...]]:
         ("frozen", *plan.frozen),
     }
     for chunk in domain.chunks:
-        seen |= {("slots of a chunk", chunk.layout.num_cp_ranks), ("ranks of a slot", chunk.tp)}
+        seen |= {("tp groups of a chunk", chunk.layout.num_cp_ranks), ("ranks of a tp group", chunk.tp)}
         seen |= {("microbatches of a chunk", len(chunk.microbatches))}
         seen |= {("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks}))}
         seen |= {("shards of an item", len(shards)) for shards in chunk.layout.shards}
@@ -72,10 +72,12 @@ def counted(schedule: str) -> Counter[tuple[object, ...]]:
 def test_random_domains_are_of_every_kind(schedule):
     wanted = {("stages", n) for n in range(1, MOST_STAGES + 1)} | {("microbatches", n) for n in range(7)}
     wanted |= {("pool", n) for n in (1, 2, 3)} | {("party", n) for n in (1, 2, 3, 4)}
-    wanted |= {(name, n) for name in ("tp", "team", "ranks of a slot") for n in (1, 2)}
+    wanted |= {(name, n) for name in ("tp", "team", "ranks of a tp group") for n in (1, 2)}
     wanted |= {("encoders beside", flag) for flag in (False, True)} | {("encoders", n) for n in (0, 1, 2)}
     wanted |= {("points of rows", n) for n in (1, 2, 3)} | {("without items", True), ("no chunk", True)}
-    wanted |= {("slots of a chunk", n) for n in (1, 2, 3, 4)} | {("stages of a chunk", n) for n in (1, 2, 3)}
+    wanted |= {("tp groups of a chunk", n) for n in (1, 2, 3, 4)} | {
+        ("stages of a chunk", n) for n in (1, 2, 3)
+    }
     wanted |= {("microbatches of a chunk", n) for n in (1, 2)} | {("shards of an item", n) for n in (1, 2)}
     wanted |= {("shards of a sequence", n) for n in (1, 2, 3)}
     wanted |= {("frozen", *names) for names in ((), ("image",), ("audio", "image"), ("llm",))}

@@ -139,10 +139,10 @@ def test_late_stages_encode_more_where_quanta_stay_apart_from_passes() -> None:
         return 0 if op.kind is Kind.REDUCE else ns * (2 if op.kind in BACKWARDS else 1)
 
     costs = compute_ns, lambda op: 0
-    slots = {"image": [(2 * stage, 2 * stage + 1) for stage in range(STAGES)]}
+    tp_groups = {"image": [(2 * stage, 2 * stage + 1) for stage in range(STAGES)]}
     work = [Work("image", m, (0, 1), (1,)) for m in range(MICROBATCHES) for _ in range(8)]
     domain = make_plan(TOGETHER, MICROBATCHES, work, "encode_first").domain
-    order = JOINT(domain, Facts(costs, one, slots, one_queue=True))
+    order = JOINT(domain, Facts(costs, one, tp_groups, one_queue=True))
     each = [sum(op.kind is Kind.ENCODE for op in ops) for ops in order]
     assert [later - stage for stage, later in pairwise(each)] == [10, 10, 10]  # 3 x 1000 / (3 x 100)
 
@@ -151,9 +151,9 @@ def test_with_one_queue_a_joint_schedule_keeps_quanta_apart_from_passes() -> Non
     costs = uneven(0)
 
     def order_of(one_queue: bool) -> list[list[Op]]:
-        slots = {"image": [(2 * stage, 2 * stage + 1) for stage in range(STAGES)]}
+        tp_groups = {"image": [(2 * stage, 2 * stage + 1) for stage in range(STAGES)]}
         domain = make_plan(TOGETHER, MICROBATCHES, chunk_on_each_stage(), "encode_first").domain
-        return JOINT(domain, Facts(costs, one, slots, one_queue=one_queue))
+        return JOINT(domain, Facts(costs, one, tp_groups, one_queue=one_queue))
 
     def between(ops: list[Op]) -> list[Op]:
         passes = [at for at, op in enumerate(ops) if op.kind in (Kind.FORWARD, Kind.BACKWARD)]

@@ -48,9 +48,9 @@ def random_work(random):
 
 def random_chunk(random, component, part, items, size, num_points):
     tp = random.choice((1, 2))
-    slots = random.randint(1, size // tp)
-    ranks = tuple(random.sample(range(size), slots * tp))
-    layout = SequenceLayout(slots, tuple(cut(random, items[i].rows, slots, 4) for i in part))
+    num_tp_groups = random.randint(1, size // tp)
+    ranks = tuple(random.sample(range(size), num_tp_groups * tp))
+    layout = SequenceLayout(num_tp_groups, tuple(cut(random, items[i].rows, num_tp_groups, 4) for i in part))
     outputs = outputs_of(part, items, layout, tp, num_points)
     return Chunk(component, (0,), ranks, tuple(part), layout, ((),) * len(part), outputs)
 
@@ -82,18 +82,18 @@ def sent_rows(chunks, items, feeds):
     """
     found, filled = {}, defaultdict(int)
     for chunk in chunks:
-        of_slot = defaultdict(list)
+        of_tp_group = defaultdict(list)
         for point in feeds[chunk.component]:
             for i, shards in zip(chunk.items, chunk.layout.shards, strict=True):
                 for shard in shards:
                     first, stop = shard.start // 4, (shard.start + shard.length) // 4
-                    of_slot[shard.cp_rank] += [(i, row, point) for row in range(first, stop)]
-        for slot, rows in of_slot.items():
+                    of_tp_group[shard.cp_rank] += [(i, row, point) for row in range(first, stop)]
+        for tp_group, rows in of_tp_group.items():
             owners = [
                 rank for rank, share in enumerate(split_evenly(len(rows), chunk.tp)) for _ in range(share)
             ]
             for row, owner in zip(rows, owners, strict=True):
-                position = chunk.ranks[slot * chunk.tp + owner]
+                position = chunk.ranks[tp_group * chunk.tp + owner]
                 assert row not in found, "every row is put out once for each attach point"
                 found[row] = position, filled[position]
                 filled[position] += 1

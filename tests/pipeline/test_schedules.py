@@ -62,14 +62,17 @@ def test_random_plans_hold_every_kind_of_domain():
         seen.add(("stages with rows", len({domain.stage(r) for r in range(shape.llm) if domain.points(r)})))
         seen |= {("stage size", shape.stage_size), ("party", shape.party), ("beside", shape.beside > 0)}
         for chunk in domain.chunks:
-            seen.add(("slots", chunk.layout.num_cp_ranks, chunk.tp))
+            seen.add(("tp groups", chunk.layout.num_cp_ranks, chunk.tp))
             seen.add(("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks})))
             seen |= {("shards", len(shards)) for shards in chunk.layout.shards}
         seen |= {("pieces", len(s)) for batch in domain.microbatches for s in batch.layout.shards}
     assert seen >= {("stage size", n) for n in (1, 2, 3, 4)} | {("party", n) for n in (1, 2, 3, 4)}
     assert seen >= {("beside", True), ("stages of a chunk", 2), ("stages of a chunk", 3), ("shards", 2)}
     assert seen >= {("pieces", n) for n in (1, 2, 3)} | {("stages with rows", n) for n in (1, 2)}
-    assert seen >= {("slots", slots, tp) for slots, tp in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1))}
+    assert seen >= {
+        ("tp groups", num_tp_groups, tp)
+        for num_tp_groups, tp in ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1))
+    }
 
 
 @settings(deadline=None, max_examples=80)
@@ -340,7 +343,7 @@ def test_ranks_of_several_stages_that_encode_together_keep_one_order(microbatche
 
 def test_chunks_of_one_stage_go_back_as_soon_as_without_partners():
     alone = [Work("image", m, (stage,), (2,)) for m in range(6) for stage in range(3)]
-    paired = [Work("image", m, (2 * s, 2 * s + 1), (2,), slots=2) for m in range(6) for s in range(3)]
+    paired = [Work("image", m, (2 * s, 2 * s + 1), (2,), num_tp_groups=2) for m in range(6) for s in range(3)]
     one = make_plan(3, 6, alone, "one_f_one_b").domain
     two = make_plan(Shape(stages=3, pool=2), 6, paired, "one_f_one_b").domain
     for stage in range(3):

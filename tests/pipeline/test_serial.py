@@ -76,7 +76,7 @@ def test_lists_for_one_queue_cost_little_time(shape: Shape, message_ns: int, que
 
 
 def test_what_ranks_do_together_can_block_a_single_queue() -> None:
-    """Both ranks of a slot send and receive in their own order, and meet in between."""
+    """Both ranks of a tp group send and receive in their own order, and meet in between."""
     work = [Work("image", m, (0, 1), (2,)) for m in range(4)]
     plan = make_plan(2, 4, work, "one_f_one_b")
     domain = plan.domain

@@ -111,8 +111,8 @@ def test_what_fits_no_slot_comes_before_the_passes_and_goes_back_after_them():
 def test_what_is_bounded_is_just_in_time():
     free = domain_of("joint_uniform", [0] * 6 + [8] * 6)
     base = replace(free, routes=(), ops=(), bounds=(*free.bounds, ("image", 3)))
-    slots = {"image": [(rank,) for rank in range(STAGES)]}
-    order = JOINT_UNIFORM(base, Facts(COSTS, lambda rank, op: 1, slots))
+    tp_groups = {"image": [(rank,) for rank in range(STAGES)]}
+    order = JOINT_UNIFORM(base, Facts(COSTS, lambda rank, op: 1, tp_groups))
     for stage, ops in enumerate(order):
         ahead = next(op.index for op in ops if op.kind is Kind.FORWARD)
         for op in ops:

@@ -429,13 +429,13 @@ def test_a_single_queue_a_rank_is_stricter():
 def a_shared_plan(schedule: str = "encode_first") -> StepPlan:
     """Two stages of two cp ranks with two ranks each, and two ranks of audio beside them.
 
-    Chunks 0 to 3 are images on ranks 0 and 1, on 2 and 3, on both as two slots, and across the stages;
+    Chunks 0 to 3 are images on ranks 0 and 1, on 2 and 3, on both as two tp groups, and across the stages;
     chunk 4 is audio on ranks 8 and 9.
     """
     work = [
         Work("image", 0, (0, 1), (2,)),
         Work("image", 0, (2, 3), (2,)),
-        Work("image", 1, (0, 1, 2, 3), (2, 4), slots=2),
+        Work("image", 1, (0, 1, 2, 3), (2, 4), num_tp_groups=2),
         Work("image", 2, (3, 4), (3,)),
         Work("audio", 1, (8, 9), (4,)),
     ]
@@ -460,7 +460,7 @@ def test_a_valid_plan_of_ranks_that_work_together_is_accepted(schedule):
     assert not problems(a_shared_plan(schedule))
 
 
-def test_two_ranks_of_a_slot_that_encode_in_opposite_orders_are_refused():
+def test_two_ranks_of_a_tp_group_that_encode_in_opposite_orders_are_refused():
     plan = shared(lambda lists: swap(lists[1], Op(Kind.ENCODE, 0), Op(Kind.ENCODE, 2)))
     # Rank 1 may not ship microbatch 0 before it has encoded for it.
     plan = with_domain(plan, ops=tuple(_ships_last(ops) for ops in plan.domain.ops))
@@ -516,7 +516,7 @@ def test_a_pass_and_a_chunk_in_opposite_orders_are_refused():
 @pytest.mark.parametrize(
     "op, rank", [(Op(Kind.ENCODE, 2), 2), (Op(Kind.ENCODE, 3), 4), (Op(Kind.ENCODE, 4), 9)]
 )
-def test_a_chunk_that_a_rank_of_its_slots_leaves_out_is_refused(op, rank):
+def test_a_chunk_that_a_rank_of_its_tp_groups_leaves_out_is_refused(op, rank):
     found = problems(shared(lambda lists: lists[rank].remove(op)))
     ranks = a_shared_plan().domain.chunks[op.index].ranks
     assert f"R5: position {rank} runs {op} 0 times, not 1: a chunk of positions {ranks}" in found

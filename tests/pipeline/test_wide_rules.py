@@ -266,29 +266,34 @@ def test_teams_of_a_stage_that_hold_different_parts_are_refused():
 
 
 def team_plan() -> StepPlan:
-    """Two stages of four ranks in teams of two; chunk 0 on one team, chunk 1 on two teams as two slots."""
-    work = [Work("image", 0, (0, 1), (2,)), Work("image", 1, (0, 1, 2, 3), (2, 3), slots=2)]
+    """Two stages of four ranks in teams of two; chunk 0 on one team, chunk 1 on two teams as two tp
+    groups.
+    """
+    work = [Work("image", 0, (0, 1), (2,)), Work("image", 1, (0, 1, 2, 3), (2, 3), num_tp_groups=2)]
     return make_plan(Shape(2, pool=2, tp=2, party=2, team=2), 2, work, "encode_first")
 
 
-def with_chunk(plan: StepPlan, number: int, ranks: tuple[int, ...], slots: int = 1) -> StepPlan:
+def with_chunk(plan: StepPlan, number: int, ranks: tuple[int, ...], num_tp_groups: int = 1) -> StepPlan:
     """One chunk on other ranks, with the rows that these put out."""
     chunks = list(plan.domain.chunks)
     lengths = chunks[number].layout.lengths
-    layout = SequenceLayout.whole(lengths, [0] * len(lengths), slots)
-    outputs = outputs_of(chunks[number].items, plan.domain.items, layout, len(ranks) // slots)
+    layout = SequenceLayout.whole(lengths, [0] * len(lengths), num_tp_groups)
+    outputs = outputs_of(chunks[number].items, plan.domain.items, layout, len(ranks) // num_tp_groups)
     chunks[number] = replace(chunks[number], ranks=ranks, layout=layout, outputs=outputs)
     return with_domain(plan, chunks=tuple(chunks))
 
 
 @pytest.mark.parametrize(
-    "ranks, slots", [((0,), 1), ((1, 2), 1), ((0, 1, 2), 1), ((0, 1), 2), ((0, 1, 2, 3), 4)]
+    "ranks, num_tp_groups", [((0,), 1), ((1, 2), 1), ((0, 1, 2), 1), ((0, 1), 2), ((0, 1, 2, 3), 4)]
 )
-def test_a_chunk_that_is_not_of_whole_teams_is_refused(ranks, slots):
+def test_a_chunk_that_is_not_of_whole_teams_is_refused(ranks, num_tp_groups):
     """A team has one list, so that all of its ranks would encode it, and the same items."""
     assert not problems(team_plan())
-    (text,) = problems(with_chunk(team_plan(), 0, ranks, slots))
-    assert text == f"R5: chunk 0 is on {slots} slots of positions {ranks}, which are not whole teams of 2"
+    (text,) = problems(with_chunk(team_plan(), 0, ranks, num_tp_groups))
+    assert (
+        text
+        == f"R5: chunk 0 is on {num_tp_groups} slots of positions {ranks}, which are not whole teams of 2"
+    )
 
 
 def test_homes_that_are_not_of_whole_teams_are_refused():

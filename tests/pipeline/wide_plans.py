@@ -149,11 +149,11 @@ def whole_teams(work: list[Work], shape: Shape) -> list[Work]:
         first, stop = shape.home(piece.component)
         stop = min(stop, shape.llm) if piece.ranks[0] < shape.llm else stop
         start = piece.ranks[0] - piece.ranks[0] % shape.team
-        size, slots = len(piece.ranks) * shape.team, piece.slots
+        size, num_tp_groups = len(piece.ranks) * shape.team, piece.num_tp_groups
         if start + size > stop:
-            size, slots = shape.team, 1
+            size, num_tp_groups = shape.team, 1
         assert first <= start < stop
-        wide.append(replace(piece, ranks=tuple(range(start, start + size)), slots=slots))
+        wide.append(replace(piece, ranks=tuple(range(start, start + size)), num_tp_groups=num_tp_groups))
     return wide
 
 

@@ -8,10 +8,10 @@ def assign_orchmllm(samples: SampleCosts, bins: Bins) -> list[int]:
     and all, longest processing time first. Then a few changes where a phase is worse than in turn (`ease`),
     which the source has not.
 
-    Encoders' phases are balanced apart, here as there: over all slots of a domain, whichever replica a sample
-    is on. There a phase is rearranged over the whole world; here items stay in the domain of their sample, so
-    domains take the encoder work as it comes. The LLM's largest sum is at most 4/3 - 1/(3 count) of the best
-    possible. O(n log count).
+    Encoders' phases are balanced apart, here as there: over all tp groups of a domain, whichever replica a
+    sample is on. There a phase is rearranged over the whole world; here items stay in the domain of their
+    sample, so domains take the encoder work as it comes. The LLM's largest sum is at most 4/3 - 1/(3 count)
+    of the best possible. O(n log count).
     """
     llm_ns = samples.ns[:, 0].tolist()
     chosen, _ = longest_first(llm_ns, bins.count)

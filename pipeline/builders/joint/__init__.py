@@ -2,8 +2,8 @@
 
     word      what it is                                                        file
     pass      a forward or backward of the LLM through a part                   timed, alone
-    quantum   an encoder work unit: items that one slot encodes together        timed, shares
-    unit      neighbouring teams that one slot spans: they encode as one        crews
+    quantum   an encoder work unit: items that one tp group encodes together    timed, shares
+    unit      neighbouring teams that one tp group spans: they encode as one    crews
     crew      units whose layers communicate: they run each pass together       crews
     barrier   a quantum that several units encode together                      filling
 

@@ -1,14 +1,14 @@
 """Who moves together when encoder work is placed between the passes of the LLM.
 
-A unit is neighbouring teams that a slot connects: it encodes as one. A crew is units that run passes of the
-LLM together, because their layers communicate. A chunk that lies on several units is a barrier to them.
+A unit is neighbouring teams that a tp group connects: it encodes as one. A crew is units that run passes of
+the LLM together, because their layers communicate. A chunk that lies on several units is a barrier to them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.domain_plan import DomainPlan
-from pipeline.policies import Slot
+from pipeline.policies import TpGroup
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,15 @@ class Crews:
     crew_of: tuple[int, ...]
 
 
-def crews_of(domain: DomainPlan, slots: Mapping[str, Sequence[Slot]]) -> Crews:
-    """Find the units and crews of a domain whose encoders have `slots`."""
+def crews_of(domain: DomainPlan, tp_groups: Mapping[str, Sequence[TpGroup]]) -> Crews:
+    """Find the units and crews of a domain whose encoders have `tp_groups`."""
     team, teams = domain.team, len(domain.teams)
-    encode = [range(slot[0] // team, slot[-1] // team + 1) for of in slots.values() for slot in of]
+    encode = [
+        range(tp_group[0] // team, tp_group[-1] // team + 1) for of in tp_groups.values() for tp_group in of
+    ]
     units = _joined(teams, encode)
     if any(_stage(domain, unit[0]) != _stage(domain, unit[-1]) for unit in units):
-        units = _joined(teams, ())  # a slot across stages: its chunks are barriers
+        units = _joined(teams, ())  # a tp group across stages: its chunks are barriers
     pass_together = [
         range(first // team, (first + domain.party - 1) // team + 1)
         for first in range(0, domain.llm_size, domain.party)

@@ -5,7 +5,7 @@ encode quanta of about equal cost, of any microbatches, and go back through them
 pass must wait, and in the cool-down. Three steps:
 
 1. the passes are timed alone (`alone.py`): what does each rank do, and idle once gradients are back?
-2. quanta are dealt to slots in proportion to the shares that follow (`shares.py`);
+2. quanta are dealt to tp groups in proportion to the shares that follow (`shares.py`);
 3. list scheduling puts them between the passes (`filling.py`).
 """
 
@@ -29,46 +29,46 @@ from pipeline.builders.passes import (
 from pipeline.builders.schedule import Facts, Order, SchedulePolicy
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
-from pipeline.policies import Slot
+from pipeline.policies import TpGroup
 from pipeline.rules.lists import ENCODES
 
-QUANTA = 2  # for each slot and microbatch
+QUANTA = 2  # for each tp group and microbatch
 
 
 def build_joint(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
-    """Order the teams of a domain; a chunk of one slot may come to another of its encoder.
+    """Order the teams of a domain; a chunk of one tp group may come to another of its encoder.
 
     No chunk is encoded beyond the domain's bounds on activations of encoders.
     """
-    crews = crews_of(domain, facts.slots)
+    crews = crews_of(domain, facts.tp_groups)
     boundary = _boundary(domain, facts, crews)
     of_llm = timed_passes(passes, domain, facts, crews, boundary.shipped)
     of_crews, makespan = rooms_of(of_llm, boundary, facts.one_queue)
     free = _quanta(domain, facts, max((one.ns for of in of_llm for one in of), default=0))
     rooms = [of_crews[crew] for crew in crews.crew_of]
-    slots = _deal(domain, facts, crews, free, rooms, makespan)
+    tp_groups = _deal(domain, facts, crews, free, rooms, makespan)
     quanta, barriers = _by_unit(crews, free)
     bytes_of = dict(domain.bounds)
-    room = min((bytes_of[name] for name in facts.slots if name in bytes_of), default=NO_LIMIT)
+    room = min((bytes_of[name] for name in facts.tp_groups if name in bytes_of), default=NO_LIMIT)
     bounds = Bounds(room, _late(rooms, free, makespan), facts.one_queue)
     units = fill(crews, of_llm, quanta, barriers, boundary, bounds)
-    narrow = _narrow(domain, crews, free, slots)
+    narrow = _narrow(domain, crews, free, tp_groups)
     return [_of_team(domain, team, units[crews.unit_of[team]], narrow) for team in domain.teams]
 
 
 def _narrow(
-    domain: DomainPlan, crews: Crews, quanta: Sequence[Quantum], slots: Sequence[Slot]
-) -> dict[int, Slot]:
-    """The ranks of chunks that need not all of their units, whose slots of another encoder are wider."""
+    domain: DomainPlan, crews: Crews, quanta: Sequence[Quantum], tp_groups: Sequence[TpGroup]
+) -> dict[int, TpGroup]:
+    """The ranks of chunks that need not all of their units, whose tp groups of another encoder are wider."""
     size = [len(unit) * domain.team for unit in crews.units]
     return {
-        number: slots[number]
+        number: tp_groups[number]
         for number, one in enumerate(quanta)
-        if len(slots[number]) < sum(size[unit] for unit in one.units)
+        if len(tp_groups[number]) < sum(size[unit] for unit in one.units)
     }
 
 
-def _of_team(domain: DomainPlan, team: int, ops: list[Op], narrow: Mapping[int, Slot]) -> list[Op]:
+def _of_team(domain: DomainPlan, team: int, ops: list[Op], narrow: Mapping[int, TpGroup]) -> list[Op]:
     """The ops of a team among those of its unit."""
     if not narrow:
         return list(ops)
@@ -124,14 +124,14 @@ def _deal(
     quanta: Sequence[Quantum],
     rooms: list[Room],
     makespan: int,
-) -> list[Slot]:
+) -> list[TpGroup]:
     """Place every quantum in the `rooms` of units, which then hold what it leaves of them, and return the
-    ranks of its chunk: one slot's go to any, by shares, those that several share stay.
+    ranks of its chunk: one tp group's go to any, by shares, those that several share stay.
     """
     ranks, bounds = [chunk.ranks for chunk in domain.chunks], dict(domain.bounds)
     free: dict[str, list[int]] = defaultdict(list)
     for number, (chunk, quantum) in enumerate(zip(domain.chunks, quanta, strict=True)):
-        if chunk.layout.num_cp_ranks == 1 and chunk.component in facts.slots:
+        if chunk.layout.num_cp_ranks == 1 and chunk.component in facts.tp_groups:
             free[chunk.component].append(number)
         else:
             quantum.units = _units(crews, domain, chunk.ranks)
@@ -139,7 +139,7 @@ def _deal(
     for component, numbers in free.items():
         numbers.sort(key=lambda number: domain.chunks[number].microbatches)
         own = [quanta[number] for number in numbers]
-        units = [_units(crews, domain, slot) for slot in facts.slots[component]]
+        units = [_units(crews, domain, tp_group) for tp_group in facts.tp_groups[component]]
         several = sorted({unit for of in units for unit in of})
         encode_ns, back_ns = sum(one.encode_ns for one in own), sum(one.back_ns for one in own)
         given = share_out([rooms[unit] for unit in several], makespan, encode_ns, back_ns)
@@ -149,8 +149,8 @@ def _deal(
         if component in bounds:
             sizes, waves = [one.kept for one in own], [one.microbatches[0] for one in own]
             dealt = within(dealt, sizes, waves, len(units), bounds[component])
-        for number, slot, one in zip(numbers, dealt, own, strict=True):
-            ranks[number], one.units = facts.slots[component][slot], units[slot]
+        for number, tp_group, one in zip(numbers, dealt, own, strict=True):
+            ranks[number], one.units = facts.tp_groups[component][tp_group], units[tp_group]
             _take(rooms, one)
     return ranks
 
@@ -174,7 +174,7 @@ def _take(rooms: list[Room], quantum: Quantum) -> None:
         rooms[unit] = Room(work_ns, room.idle_ns - quantum.back_ns)
 
 
-def _units(crews: Crews, domain: DomainPlan, ranks: Slot) -> range:
+def _units(crews: Crews, domain: DomainPlan, ranks: TpGroup) -> range:
     """The units that ranks belong to."""
     first, last = crews.unit_of[ranks[0] // domain.team], crews.unit_of[ranks[-1] // domain.team]
     return range(first, last + 1)

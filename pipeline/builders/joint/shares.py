@@ -3,8 +3,8 @@
 Encoder backwards become possible once gradients have come back through the whole pipeline, so most of them
 run at the end of a step. A crew's share is therefore limited twice: by what it idles after the first
 gradients are back, and by its work in all. The least time T of a step in which all the work fits gives the
-shares (water-filling), and quanta go to slots in proportion to them, each microbatch's evenly. Where quanta
-stay apart from passes, a crew's gaps between its passes count as work (`alone.py`).
+shares (water-filling), and quanta go to tp groups in proportion to them, each microbatch's evenly. Where
+quanta stay apart from passes, a crew's gaps between its passes count as work (`alone.py`).
 """
 
 from bisect import bisect
@@ -50,81 +50,82 @@ def share_out(rooms: Sequence[Room], makespan_ns: int, forward_ns: int, backward
 
 
 def deal_out(costs: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """Deal quanta of `costs`, in order, to slots by their `shares`.
+    """Deal quanta of `costs`, in order, to tp groups by their `shares`.
 
     What costs more than twice the mean goes first, the longest to where most of a share is left. Each of the
-    others goes to the slot that would be least ahead of its share with one more (weighted fair queueing,
-    Demers, Keshav and Shenker, 1989), so a slot with long quanta takes others late. Slots without a share
-    take none, unless none has any. Ties go to the slot of the highest number: late stages wait longest for
-    their first pass. In the end slots exchange quanta (`even_out`).
+    others goes to the tp group that would be least ahead of its share with one more (weighted fair queueing,
+    Demers, Keshav and Shenker, 1989), so a tp group with long quanta takes others late. TP groups without a
+    share take none, unless none has any. Ties go to the tp group of the highest number: late stages wait
+    longest for their first pass. In the end tp groups exchange quanta (`even_out`).
     """
     everyone = dict.fromkeys(range(len(shares)), 1)
-    wanted = {slot: share for slot, share in enumerate(shares) if share > 0} or everyone
+    wanted = {tp_group: share for tp_group, share in enumerate(shares) if share > 0} or everyone
     scale, usual = sum(wanted.values()), sum(costs) // max(1, len(costs))
     dealt = [-1] * len(costs)
     long = sorted((n for n, cost in enumerate(costs) if cost > 2 * usual), key=lambda n: (-costs[n], n))
-    most = [(-share, -slot) for slot, share in wanted.items()]
+    most = [(-share, -tp_group) for tp_group, share in wanted.items()]
     heapify(most)
     taken = dict.fromkeys(wanted, usual)
     for number in long:
-        left, slot = -most[0][0] - costs[number], -most[0][1]
-        heapreplace(most, (-left, -slot))
-        dealt[number] = slot
-        taken[slot] += costs[number]
-    queue = [(taken[slot] * scale // share, -slot) for slot, share in wanted.items()]
+        left, tp_group = -most[0][0] - costs[number], -most[0][1]
+        heapreplace(most, (-left, -tp_group))
+        dealt[number] = tp_group
+        taken[tp_group] += costs[number]
+    queue = [(taken[tp_group] * scale // share, -tp_group) for tp_group, share in wanted.items()]
     heapify(queue)
     for number, cost in enumerate(costs):
         if dealt[number] < 0:
-            dealt[number] = slot = -queue[0][1]
-            taken[slot] += cost
-            heapreplace(queue, (taken[slot] * scale // wanted[slot], -slot))
+            dealt[number] = tp_group = -queue[0][1]
+            taken[tp_group] += cost
+            heapreplace(queue, (taken[tp_group] * scale // wanted[tp_group], -tp_group))
     return even_out(costs, shares, dealt)
 
 
 def within(
-    dealt: Sequence[int], sizes: Sequence[int], waves: Sequence[int], slots: int, most: int
+    dealt: Sequence[int], sizes: Sequence[int], waves: Sequence[int], num_tp_groups: int, most: int
 ) -> list[int]:
-    """Move quanta between slots until none holds more than `most` bytes of one microbatch, as far as moving
-    helps. Quanta keep `sizes` bytes each until they have gone back, and those of a microbatch, which `waves`
-    tell, are all held when it passes.
+    """Move quanta between tp groups until none holds more than `most` bytes of one microbatch, as far as
+    moving helps. Quanta keep `sizes` bytes each until they have gone back, and those of a microbatch, which
+    `waves` tell, are all held when it passes.
 
-    Of `most` 10, quanta of 6, 5 and 3 on one of two slots become 5 and 3 there and 6 on the other: a slot
-    that holds too much gives its largest quantum for which there is room to the slot that holds least.
+    Of `most` 10, quanta of 6, 5 and 3 on one of two tp groups become 5 and 3 there and 6 on the other: a tp
+    group that holds too much gives its largest quantum for which there is room to the tp group that holds
+    least.
     """
     dealt = list(dealt)
     of_wave: dict[int, list[int]] = defaultdict(list)
     for number, wave in enumerate(waves):
         of_wave[wave].append(number)
     for own in of_wave.values():
-        held = [0] * slots
+        held = [0] * num_tp_groups
         for number in own:
             held[dealt[number]] += sizes[number]
         for number in sorted(own, key=lambda n: (-sizes[n], n)):
-            slot, least = dealt[number], min(range(slots), key=lambda of: (held[of], of))
-            if held[slot] > most >= held[least] + sizes[number]:
+            tp_group, least = dealt[number], min(range(num_tp_groups), key=lambda of: (held[of], of))
+            if held[tp_group] > most >= held[least] + sizes[number]:
                 dealt[number] = least
-                held[slot] -= sizes[number]
+                held[tp_group] -= sizes[number]
                 held[least] += sizes[number]
     return dealt
 
 
 def even_out(costs: Sequence[int], shares: Sequence[int], dealt: Sequence[int]) -> list[int]:
-    """Let slots exchange quanta, where few of very different costs leave some far above their shares.
+    """Let tp groups exchange quanta, where few of very different costs leave some far above their shares.
 
-    In each round the slot that is furthest above its share gives one to the slot that is furthest below, or
-    changes it for a smaller one: what leaves the higher of both lowest. It ends where nothing does, or after
-    as many rounds as there are quanta, four for each slot at most. Slots without a share take no part.
-    O(rounds · n / slots · log n).
+    In each round the tp group that is furthest above its share gives one to the tp group that is furthest
+    below, or changes it for a smaller one: what leaves the higher of both lowest. It ends where nothing does,
+    or after as many rounds as there are quanta, four for each tp group at most. TP groups without a share
+    take no part. O(rounds · n / groups · log n).
     """
     dealt = list(dealt)
-    wanted = {slot: share for slot, share in enumerate(shares) if share > 0}
+    wanted = {tp_group: share for tp_group, share in enumerate(shares) if share > 0}
     scale, total = sum(wanted.values()), sum(costs)
-    beyond = {slot: -(total * share // scale) for slot, share in wanted.items()}
-    mine: dict[int, list[_Quantum]] = {slot: [] for slot in beyond}
-    for number, slot in enumerate(dealt):
-        if slot in beyond:
-            beyond[slot] += costs[number]
-            mine[slot].append((costs[number], number))
+    beyond = {tp_group: -(total * share // scale) for tp_group, share in wanted.items()}
+    mine: dict[int, list[_Quantum]] = {tp_group: [] for tp_group in beyond}
+    for number, tp_group in enumerate(dealt):
+        if tp_group in beyond:
+            beyond[tp_group] += costs[number]
+            mine[tp_group].append((costs[number], number))
     for _ in range(min(len(costs), _ROUNDS * len(beyond))):
         high, low = max(beyond, key=beyond.__getitem__), min(beyond, key=beyond.__getitem__)
         given, taken = _best_exchange(mine[high], sorted(mine[low]), beyond[high] - beyond[low])
@@ -144,8 +145,8 @@ def even_out(costs: Sequence[int], shares: Sequence[int], dealt: Sequence[int]) 
 def _best_exchange(
     high: Sequence[_Quantum], low: Sequence[_Quantum], gap: int
 ) -> tuple[int | None, int | None]:
-    """The quantum to give and the one to take for it, if any, that leave least of a `gap` between two slots;
-    quanta of the `low` one ascend.
+    """The quantum to give and the one to take for it, if any, that leave least of a `gap` between two tp
+    groups; quanta of the `low` one ascend.
     """
     best: tuple[int | None, int | None] = (None, None)
     least = gap

@@ -1,9 +1,9 @@
-"""Rows of a slot: ranks that encode together all compute every row, and each passes on its share.
+"""Rows of a tp group: ranks that encode together all compute every row, and each passes on its share.
 
-So no row is sent twice, and the ranks of a slot share the work of sending. The gradients come back in the
+So no row is sent twice, and the ranks of a tp group share the work of sending. The gradients come back in the
 same shares and are put together before the encoder's backward pass.
 
-Shapes: R rows of the slot, r of this rank, D width.
+Shapes: R rows of the tp group, r of this rank, D width.
 """
 
 from collections.abc import Sequence

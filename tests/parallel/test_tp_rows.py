@@ -1,11 +1,11 @@
-"""Shares of the rows that ranks of a slot compute together."""
+"""Shares of the rows that ranks of a tp group compute together."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from parallel.slots import own_rows
+from parallel.tp_rows import own_rows
 
 WIDTH = 3
 
@@ -15,7 +15,7 @@ def shared(rows: int) -> torch.Tensor:
 
 
 def _share(rank: int, counts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's share, and the gradient of all rows where row i of the slot has the gradient i + 1."""
+    """This rank's share, and the gradient of all rows where row i of the tp group has the gradient i + 1."""
     weight = torch.full((WIDTH,), 2.0, dtype=torch.float64, requires_grad=True)
     rows = shared(sum(counts)) * weight
     rows.retain_grad()
