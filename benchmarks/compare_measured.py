@@ -121,7 +121,7 @@ def sleeping(trainer: Trainer, prepared: Prepared) -> None:
     def sleep(op: Op) -> None:
         trainer.note(op)
         if op.kind in COMPUTE:
-            time.sleep(max(0, cost(trainer.rank.position, op) - passes(op) * real_ns) / 1e9)
+            time.sleep(max(0, cost(trainer.rank.domain_rank, op) - passes(op) * real_ns) / 1e9)
 
     trainer.rank.engine.on_op = sleep
 
@@ -142,7 +142,7 @@ def work(rank: int, folder: Path, configs: Mapping[str, Config], turns: int, sle
 
     def before(trainer: Trainer, prepared: Prepared) -> None:
         nonlocal count
-        count = sum(map(passes, prepared.plan.domain.ops[trainer.rank.position]))
+        count = sum(map(passes, prepared.plan.domain.ops[trainer.rank.domain_rank]))
         if sleeps:
             sleeping(trainer, prepared)
 

@@ -277,8 +277,8 @@ class Handed:
         plans: list[StepPlan] = list(self.spec.planner.all_domains(step, cursor))
         arrangement = self.spec.arrangement
         for plan in plans:
-            for position in range(arrangement.world // arrangement.num_domains):
-                place = Place(position, torch.device("cpu"), torch.float32)
+            for domain_rank in range(arrangement.world // arrangement.num_domains):
+                place = Place(domain_rank, torch.device("cpu"), torch.float32)
                 llm = self.spec.config.model.llm
                 assembler = Assembler(llm, self.spec.encoders, self.spec.sources, place)
                 fetch = assembler.fetch_of(plan.domain, self.spec.planner.metas_of(plan.domain))

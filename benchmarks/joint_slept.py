@@ -125,7 +125,7 @@ def timed_step(trainer: Trainer, ahead: Ahead, step: int, computed: dict[Kind, f
     def sleep(op: Op) -> None:
         trainer.note(op)
         if op.kind in COMPUTE:
-            time.sleep(max(0.0, cost(trainer.rank.position, op) / 1e9 - computed.get(op.kind, 0.0)))
+            time.sleep(max(0.0, cost(trainer.rank.domain_rank, op) / 1e9 - computed.get(op.kind, 0.0)))
 
     trainer.rank.engine.on_op = sleep
     dist.barrier()

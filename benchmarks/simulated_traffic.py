@@ -90,7 +90,7 @@ def charge_off(spec: RunSpec, work: RankWork, axes: dict[str, Axes]) -> float:
     """The largest deviation of what passes are charged for collectives from their stated bytes and calls."""
     alone = {name: without_talk(spec, name) for name in spec.table.parts}
     worst = 0.0
-    for op in work.domain.ops_of(work.position):
+    for op in work.domain.ops_of(work.domain_rank):
         if op.kind not in (Kind.FORWARD, Kind.BACKWARD, Kind.ENCODE, Kind.ENCODE_BACKWARD):
             continue
         component, part, load = work.of(op)

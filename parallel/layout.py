@@ -202,10 +202,10 @@ class Arrangement:
 
     The world is the LLM's ranks, then `encoder_ranks` beside them if the placement has such. It is divided
     into domains of `replicas` copies of the LLM with their encoders: what one domain plans, sends and encodes
-    stays inside it; only gradients cross. Ranks of a domain are numbered by position: the LLM's, stage by
-    stage, then those of encoders. The `home` of encoders are the neighbouring positions that they live on,
+    stays inside it; only gradients cross. Ranks of a domain are numbered by domain rank: the LLM's, stage by
+    stage, then those of encoders. The `home` of encoders are the neighbouring ranks that they live on,
     from `home[0]` to before `home[1]`, as the policy called `placement` decided. `encoder_tp` gives the
-    tensor-parallel size of each encoder; so many neighbouring positions are a tp group, which encodes as one.
+    tensor-parallel size of each encoder; so many neighbouring ranks are a tp group, which encodes as one.
     """
 
     llm: Layout
@@ -237,12 +237,12 @@ class Arrangement:
 
     @property
     def stage_size(self) -> int:
-        """Positions of one stage of a domain."""
+        """Ranks of one stage of a domain."""
         return self.llm.tp * self.pool
 
     @property
     def llm_size(self) -> int:
-        """Positions of a domain that hold a part of the LLM."""
+        """Ranks of a domain that hold a part of the LLM."""
         return self.stage_size * self.llm.pp
 
     @property
@@ -252,7 +252,7 @@ class Arrangement:
 
     @property
     def domain_size(self) -> int:
-        """Positions of a domain."""
+        """Ranks of a domain."""
         return self.world // self.num_domains
 
     @cached_property
@@ -283,17 +283,19 @@ class Arrangement:
         for name, tp in self.encoder_tp.items():
             tp_groups = self.tp_groups(name)
             sizes = {"tp": tp, "slot": len(tp_groups), "domain": self.num_domains}
-            ranks = tuple(of[position] for of in domains for tp_group in tp_groups for position in tp_group)
+            ranks = tuple(
+                of[domain_rank] for of in domains for tp_group in tp_groups for domain_rank in tp_group
+            )
             meshes[name] = Mesh(sizes, ranks, {"dp": ("slot", "domain")})
         return meshes
 
     def tp_groups(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """Return the positions of each tp group of an encoder in a domain."""
+        """Return the domain ranks of each tp group of an encoder in a domain."""
         tp = self.encoder_tp[name]
         return tuple(tuple(range(start, start + tp)) for start in range(*self.home, tp))
 
     def domain_ranks(self, domain: int) -> tuple[int, ...]:
-        """Return the global ranks of a domain by position."""
+        """Return the global ranks of a domain by domain rank."""
         llm = self.mesh.group(self.mesh.rank(domain=domain), "tp", "cp", "replica", "pp")
         beside = self.encoder_ranks // self.num_domains
         first = self.llm.world + domain * beside
@@ -381,7 +383,7 @@ def _keys(encoder_tp: Mapping[str, int]) -> str:
 
 
 def _holds_tp_groups(home: tuple[int, int], common_tp: int, sizes: DomainSizes, inside_stages: bool) -> bool:
-    """Whether tp groups of `common_tp` positions divide a home and each is on ranks of the LLM, or each
+    """Whether tp groups of `common_tp` domain ranks divide a home and each is on ranks of the LLM, or each
     beside them; and inside one stage each, if asked.
     """
     bounds = sizes.boundaries() if inside_stages else (0, sizes.llm_size, sizes.size)

@@ -1,4 +1,4 @@
-"""Which positions of a domain encode: policies of placement."""
+"""Which ranks of a domain encode: policies of placement."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from parallel.policy import Policy
 
 @dataclass(frozen=True)
 class DomainSizes:
-    """How many positions a domain has: `stages` stages of the LLM of `stage_size` each, one after the other,
+    """How many ranks a domain has: `stages` stages of the LLM of `stage_size` each, one after the other,
     then `beside` that hold no part of the LLM.
     """
 
@@ -19,16 +19,16 @@ class DomainSizes:
 
     @property
     def llm_size(self) -> int:
-        """Positions that hold a part of the LLM."""
+        """Ranks that hold a part of the LLM."""
         return self.stages * self.stage_size
 
     @property
     def size(self) -> int:
-        """All positions."""
+        """All ranks."""
         return self.llm_size + self.beside
 
     def boundaries(self) -> tuple[int, ...]:
-        """The first positions of all stages and of those beside the LLM, and the number of positions."""
+        """The first domain ranks of all stages and of those beside the LLM, and the number of ranks."""
         return (*range(0, self.llm_size + 1, self.stage_size), self.size)
 
 
@@ -36,7 +36,7 @@ class DomainSizes:
 class PlacementPolicy(Policy):
     """Where the encoders are.
 
-    `decide(sizes)` gives their first position in a domain of these `DomainSizes`, and the one after their
+    `decide(sizes)` gives their first domain rank in a domain of these `DomainSizes`, and the one after their
     last. It is asked for every size that a domain may have, and for the one that was chosen. `beside` says
     that it takes ranks of their own beside the LLM, `placement.ranks` of them; others take none.
     """
@@ -46,7 +46,7 @@ class PlacementPolicy(Policy):
     beside: bool = False
 
     def __call__(self, sizes: DomainSizes) -> tuple[int, int]:
-        """Return the first position of encoders, and the one after the last."""
+        """Return the first domain rank of encoders, and the one after the last."""
         with self.asked():
             first, stop = self.decide(sizes)
         self.require(

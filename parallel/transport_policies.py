@@ -14,8 +14,8 @@ class TransportPolicy(Policy):
     """Which transport carries a route.
 
     `decide(traffic, nodes, row_bytes, links)` gives the name of a transport: `traffic` has the rows by
-    (source, destination) in positions of a domain, of which some change their rank; `nodes[p]` is the node
-    of position p; a row has `row_bytes`, and `links` are those inside a node and between nodes.
+    (source, destination) in domain ranks, of which some change their rank; `nodes[p]` is the node
+    of domain rank p; a row has `row_bytes`, and `links` are those inside a node and between nodes.
     """
 
     group: ClassVar[str] = "omni.transport"

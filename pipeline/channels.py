@@ -118,7 +118,7 @@ class Channels:
         found = self.messages.get(key)
         if found is None:
             size = self.domain.team
-            teams = tuple(position // size for position in self.domain.sender(op, team * size))
+            teams = tuple(domain_rank // size for domain_rank in self.domain.sender(op, team * size))
             forward = op.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
             shift = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(op.kind, 0)
             channel = self.channel(("activation" if forward else "gradient", *teams), teams)

@@ -19,7 +19,7 @@ from pipeline.rules.memory import Kept
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, run
 
 Costs = tuple[ComputeCost, MessageCost]
-"""Nanoseconds of a compute op or a reduction at a position, and of what an op issues."""
+"""Nanoseconds of a compute op or a reduction at a domain rank, and of what an op issues."""
 
 
 def plan_costs(domain: DomainPlan, table: CostTable, link: Link | None = None) -> Costs:
@@ -56,9 +56,9 @@ def plan_costs(domain: DomainPlan, table: CostTable, link: Link | None = None) -
 
 
 def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> ComputeCost:
-    """Return when a forward may begin at a position, for its weights: from the start of the step on they are
-    gathered one after the other, the LLM's last. What arrives layer by layer may do so during the pass. Rows
-    that are shipped meanwhile are not held up by it, not even in one queue.
+    """Return when a forward may begin at a domain rank, for its weights: from the start of the step on they
+    are gathered one after the other, the LLM's last. What arrives layer by layer may do so during the pass.
+    Rows that are shipped meanwhile are not held up by it, not even in one queue.
     """
     arrived: list[dict[str, int]] = [{} for _ in domain.teams]
     now = [0] * len(arrived)
@@ -79,8 +79,8 @@ def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> C
 
 
 def begun_before(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> ComputeCost:
-    """Return how long before its place in the list a REDUCE has begun at a position; of a backward, how long
-    before its end one that follows it at once may begin, if it is of another component.
+    """Return how long before its place in the list a REDUCE has begun at a domain rank; of a backward, how
+    long before its end one that follows it at once may begin, if it is of another component.
     """
 
     @cache
@@ -120,7 +120,7 @@ def _guess_ns(domain: DomainPlan, m: int, link: Link, row_bytes: int) -> int:
 def measured(
     domain: DomainPlan, table: CostTable, rank: int, timings: Iterable[tuple[Op, int]], *, talks: bool
 ) -> Iterator[Sample]:
-    """Yield what each pass of a planned domain took at a position: `timings` are its ops, and nanoseconds
+    """Yield what each pass of a planned domain took at a domain rank: `timings` are its ops, and nanoseconds
     that it was busy with them. If that `talks`, it includes the collectives inside layers, which the table
     knows the time of.
     """
@@ -151,7 +151,7 @@ def plan_memory(domain: DomainPlan, table: CostTable) -> Kept:
 
 
 def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[str, Share | None]:
-    """Return the name of the part that an op of compute runs at a position, and what it processes; of a
+    """Return the name of the part that an op of compute runs at a domain rank, and what it processes; of a
     reduction the part alone.
     """
     if op.kind in (Kind.FORWARD, Kind.BACKWARD):
@@ -166,10 +166,10 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
 
 @dataclass(frozen=True)
 class SimulatedSpent:
-    """What a position spends a simulated step with: nanoseconds of compute, of collectives inside layers, of
-    waiting for updated weights, of standing by while gradients are reduced, while rows travel (`boundary_ns`)
-    and while messages between parts do, of issuing and taking in all that, and of idling until other ranks
-    come.
+    """What a domain rank spends a simulated step with: nanoseconds of compute, of collectives inside layers,
+    of waiting for updated weights, of standing by while gradients are reduced, while rows travel
+    (`boundary_ns`) and while messages between parts do, of issuing and taking in all that, and of idling
+    until other ranks come.
     """
 
     compute_ns: int
@@ -183,7 +183,7 @@ class SimulatedSpent:
 
 
 def spent_on(timeline: Timeline, table: CostTable, rank: int) -> SimulatedSpent:
-    """Divide the time of a simulated step of a position; the parts add up to the makespan."""
+    """Divide the time of a simulated step of a domain rank; the parts add up to the makespan."""
     compute_ns, _ = plan_costs(timeline.domain, table)
     computed = layers = reducing = boundary = messages = 0
     team = rank // timeline.domain.team

@@ -1,4 +1,4 @@
-"""The plan of one domain: what its ranks do together, over positions, which number them.
+"""The plan of one domain: what its ranks do together. A rank's number in it is its domain rank.
 
 The levels above it, and how plans are compared: `pipeline/plan.py`.
 """
@@ -131,7 +131,7 @@ class ItemRows:
 class Chunk:
     """A quantum of encoder work: items of any microbatches, encoded together.
 
-    `ranks` are the positions that encode it, tp group by tp group; `layout` says which of these tp groups
+    `ranks` are the domain ranks that encode it, tp group by tp group; `layout` says which of these tp groups
     hold which tokens of which item, `tiles` divide the attention of each shared item, `outputs` name the rows
     that each of `ranks` puts out, in their order, and `exchange_ns` is as for a microbatch, by tp group.
     """
@@ -151,7 +151,7 @@ class Chunk:
         return len(self.ranks) // self.layout.num_cp_ranks
 
     def tp_group(self, rank: int) -> int:
-        """Return which tp group of the chunk the position `rank` belongs to."""
+        """Return which tp group of the chunk domain rank `rank` belongs to."""
         return self.ranks.index(rank) // self.tp
 
     @cached_property
@@ -160,7 +160,7 @@ class Chunk:
         return tuple(sum(block.rows for block in blocks) for blocks in self.outputs)
 
     def rows_of(self, rank: int) -> int:
-        """Rows that the position `rank` puts out."""
+        """Rows that domain rank `rank` puts out."""
         return self.rows[self.ranks.index(rank)]
 
     def tail(self, rank: int, unit: int | None) -> int:
@@ -189,18 +189,18 @@ def _shares(layout: SequenceLayout, exchange_ns: tuple[int, ...]) -> tuple[Share
 
 @dataclass(frozen=True)
 class DomainPlan:
-    """The work of one domain, over its ranks by position: those of the LLM, stage by stage, then encoders'.
+    """The work of one domain, over its domain ranks: those of the LLM, stage by stage, then encoders'.
 
-    `team` neighbouring positions share one op list, because they share every layer that they run: the ops of
-    position r are `ops[r // team]`. `holds` are the parts of the LLM that the positions of each team hold,
+    `team` neighbouring ranks share one op list, because they share every layer that they run: the ops of
+    domain rank r are `ops[r // team]`. `holds` are the parts of the LLM that the ranks of each team hold,
     () beside it: from this table follow the neighbours that messages go to. A stage has `pool` cp ranks of
     `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers, so they run the passes of a
     microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for
-    each of them, the neighbouring positions that it lives on: the first, and the one after the last, as in
+    each of them, the neighbouring ranks that it lives on: the first, and the one after the last, as in
     `Arrangement.home`. `routes[m]` is None for a microbatch without items: nobody ships anything
     for it. Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of
-    it. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a position may hold at once.
-    `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
+    it. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a domain rank may hold at
+    once. `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
     `schedule` names who placed the ops: of a schedule with candidates, the one that was chosen. `costliest`
     is, for reports, the costliest sample: its planned nanoseconds and its number in the step.
     """
@@ -226,7 +226,7 @@ class DomainPlan:
 
     @property
     def num_ranks(self) -> int:
-        """Positions of the domain."""
+        """Ranks of the domain."""
         return len(self.holds) * self.team
 
     @cached_property
@@ -236,17 +236,17 @@ class DomainPlan:
 
     @property
     def stage_size(self) -> int:
-        """Positions of a stage."""
+        """Ranks of a stage."""
         return self.pool * self.tp
 
     @cached_property
     def llm_size(self) -> int:
-        """Positions that hold a part of the LLM: those before the others."""
+        """Ranks that hold a part of the LLM: those before the others."""
         return sum(1 for parts in self.holds if parts) * self.team
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline: positions that one replica of one cp rank and one tp rank has."""
+        """Stages of the pipeline: domain ranks that one replica of one cp rank and one tp rank has."""
         return self.llm_size // self.stage_size
 
     @cached_property
@@ -256,7 +256,7 @@ class DomainPlan:
 
     @cached_property
     def _holders(self) -> tuple[tuple[int, ...], ...]:
-        """The first positions of the teams that hold each part, in order."""
+        """The first ranks of the teams that hold each part, in order."""
         return tuple(
             tuple(t * self.team for t, parts in enumerate(self.holds) if part in parts)
             for part in range(self.num_parts)
@@ -276,20 +276,20 @@ class DomainPlan:
         return op.grad if op.kind is Kind.ENCODE_BACKWARD or self.llm_learns else Grad.INPUT
 
     def ops_of(self, rank: int) -> tuple[Op, ...]:
-        """Return the op list of a position."""
+        """Return the op list of a domain rank."""
         return self.ops[rank // self.team]
 
     def parts(self, rank: int) -> tuple[int, ...]:
-        """Return the parts of the LLM that a position holds, none beside it."""
+        """Return the parts of the LLM that a domain rank holds, none beside it."""
         return self.holds[rank // self.team]
 
     def holder(self, part: int, rank: int) -> int:
-        """Return the position that holds `part` where `rank`, a position of the LLM, holds its own parts."""
+        """Return the domain rank that holds `part` where `rank`, one of the LLM's, holds its own parts."""
         place = self._holders[self.parts(rank)[0]].index(rank - rank % self.team)
         return self._holders[part][place] + rank % self.team
 
     def sender(self, op: Op, rank: int) -> tuple[int, int]:
-        """Return the positions that a message goes from and to; `rank` runs `op`, one end of it."""
+        """Return the domain ranks that a message goes from and to; `rank` runs `op`, one end of it."""
         other = {
             Kind.SEND_FORWARD: op.part + 1,
             Kind.RECV_FORWARD: op.part - 1,
@@ -300,23 +300,23 @@ class DomainPlan:
         return (rank, peer) if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else (peer, rank)
 
     def hands_on(self, part: int, rank: int) -> bool:
-        """Whether the output of `part`, held by `rank`, goes to another position."""
+        """Whether the output of `part`, held by `rank`, goes to another domain rank."""
         return part + 1 < self.num_parts and part + 1 not in self.parts(rank)
 
     def stage(self, rank: int) -> int | None:
-        """Return the stage of a position, None for one beside the LLM."""
+        """Return the stage of a domain rank, None for one beside the LLM."""
         return rank // self.stage_size if rank < self.llm_size else None
 
     def cp_rank(self, rank: int) -> int:
-        """Return the cp rank of the pool that a position of the LLM belongs to."""
+        """Return the cp rank of the pool that a rank of the LLM belongs to."""
         return rank % self.stage_size // self.tp
 
     def is_first(self, rank: int) -> bool:
-        """Whether a position holds the first part."""
+        """Whether a domain rank holds the first part."""
         return 0 in self.parts(rank)
 
     def is_last(self, rank: int) -> bool:
-        """Whether a position holds the last part."""
+        """Whether a domain rank holds the last part."""
         return self.num_parts - 1 in self.parts(rank)
 
     def fed_by(self, component: str) -> tuple[Point, ...]:
@@ -343,26 +343,26 @@ class DomainPlan:
         return tuple(map(tuple, found))
 
     def joined(self, microbatch: int, rank: int) -> tuple[int, ...]:
-        """Return the chunks of a position that hold items of a microbatch, in the order in which their rows
-        are counted by its route.
+        """Return the chunks of a domain rank that hold items of a microbatch, in the order in which their
+        rows are counted by its route.
         """
         return tuple(c for c in self.chunks_of[microbatch] if rank in self.chunks[c].ranks)
 
     def points(self, rank: int) -> tuple[Point, ...]:
-        """Return the attach points of the parts that a position holds, by part and place."""
+        """Return the attach points of the parts that a domain rank holds, by part and place."""
         return tuple(point for point in self.all_points if point.part in self.parts(rank))
 
     def parts_with_rows(self, rank: int) -> tuple[int, ...]:
-        """Return those parts of a position that rows may enter."""
+        """Return those parts of a domain rank that rows may enter."""
         fed = {point.part for point in self.all_points}
         return tuple(part for part in self.parts(rank) if part in fed)
 
     def reports(self, rank: int) -> bool:
-        """Whether a position reports losses: the first of the tp ranks, which all compute the same ones."""
+        """Whether a domain rank reports losses: the first of the tp ranks, which all compute the same."""
         return self.is_last(rank) and rank % self.tp == 0
 
     def parties(self, op: Op, rank: int) -> range:
-        """Return the positions that run a compute op together because its layers communicate."""
+        """Return the domain ranks that run a compute op together because its layers communicate."""
         if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
             ranks = self.chunks[op.index].ranks
             return range(ranks[0], ranks[-1] + 1)

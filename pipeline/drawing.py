@@ -111,14 +111,14 @@ def _span(kind: str, what: Op | str, start: int, end: int, cause: str = "") -> I
         yield Bar(kind, str(what), what.index if isinstance(what, Op) else None, start, end, cause)
 
 
-def spans_of(laps: Sequence[Lap], domain: DomainPlan, position: int) -> tuple[Bar, ...]:
-    """Return what a position of a domain did in a measured step. How long it stood still in a lap is known,
+def spans_of(laps: Sequence[Lap], domain: DomainPlan, domain_rank: int) -> tuple[Bar, ...]:
+    """Return what a domain rank did in a measured step. How long it stood still in a lap is known,
     but not when: waiting is drawn before the work of the lap.
     """
     spans: list[Bar] = []
     for lap in laps:
         working = lap.start_ns + lap.idle_ns
-        spans += _span(WAITING, lap.what, lap.start_ns, working, cause_of(lap.what, domain, position))
+        spans += _span(WAITING, lap.what, lap.start_ns, working, cause_of(lap.what, domain, domain_rank))
         spans += _span(_measured_kind(lap.what), lap.what, working, lap.end_ns)
     return tuple(spans)
 

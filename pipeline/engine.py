@@ -56,7 +56,7 @@ class StepResult:
 class Engine:
     """Runs the op lists of one rank of one domain.
 
-    `ranks` are the global ranks of the domain by position, and `position` this rank's place among them.
+    `ranks` are the global ranks of the domain by domain rank, and `domain_rank` is this rank's.
     `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
     `reductions` are by number of the component and part. `arrivals`, by the same numbers, wait for the
     updated weights that a forward begins with, and say whether any were still on their way. `on_op` hears of
@@ -66,7 +66,7 @@ class Engine:
     def __init__(
         self,
         *,
-        position: int,
+        domain_rank: int,
         ranks: Sequence[int],
         stage: Stage | None,
         width: int,
@@ -79,7 +79,7 @@ class Engine:
         timeout_s: float,
         on_op: Callable[[Op], None],
     ) -> None:
-        self.position = position
+        self.domain_rank = domain_rank
         self.ranks = tuple(ranks)
         self.stage = stage
         self.width = width
@@ -106,7 +106,7 @@ class Engine:
         step = _RunningStep(self, plan, inputs, StepResult(watch))
         watch.done(HOST)
         with torch.set_grad_enabled(plan.train):
-            for op in plan.domain.ops_of(self.position):
+            for op in plan.domain.ops_of(self.domain_rank):
                 self.on_op(op)
                 if op.kind in FORWARDS and self.arrivals[step.held(op)]():
                     watch.done(WEIGHTS)
@@ -124,12 +124,12 @@ class _RunningStep:
         self.plan = plan
         self.domain = domain = plan.domain
         self.inputs = inputs
-        self.position = engine.position
-        self.with_rows = domain.parts_with_rows(engine.position)
+        self.domain_rank = engine.domain_rank
+        self.with_rows = domain.parts_with_rows(engine.domain_rank)
         fronts = partial(in_front, domain, plan.components)
-        self.closing = closing(domain, engine.position // domain.team, fronts)
+        self.closing = closing(domain, engine.domain_rank // domain.team, fronts)
         self.llm_learns = plan.trains(plan.components[domain.llm])
-        ops = domain.ops_of(engine.position)
+        ops = domain.ops_of(engine.domain_rank)
         # Microbatches whose rows take gradients back to a component that trains.
         self.returned = {op.index for op in ops if op.kind is Kind.RETURN}
         self.result = result
@@ -183,7 +183,7 @@ class _RunningStep:
         component = planned.component
         with torch.set_grad_enabled(self.plan.trains(component)):
             rows = self.engine.anchors[component].encode(self.inputs.chunks[op.index])
-        expected = (planned.rows_of(self.position), self.engine.width)
+        expected = (planned.rows_of(self.domain_rank), self.engine.width)
         assert rows.shape == expected, f"{component} put out {tuple(rows.shape)}, planned {expected}"
         # Ranks without rows take part in shipping with buffers of the LLM's type.
         dtype = self.engine.dtype
@@ -229,7 +229,7 @@ class _RunningStep:
         return torch.empty(0, engine.width, dtype=engine.dtype, device=engine.device)
 
     def ship(self, op: Op) -> None:
-        chunks = self.domain.joined(op.index, self.position)
+        chunks = self.domain.joined(op.index, self.domain_rank)
         rows = [self.encoded[c].detach() for c in chunks]
         for c in chunks:
             self.unshipped[c] -= 1
@@ -256,11 +256,11 @@ class _RunningStep:
 
     def hand_back(self, microbatch: int, returned: torch.Tensor) -> None:
         """Add the gradients of a microbatch's rows to those of the chunks that put them out."""
-        chunks = self.domain.joined(microbatch, self.position)
+        chunks = self.domain.joined(microbatch, self.domain_rank)
         learning = {c for c in chunks if self.plan.trains(self.domain.chunks[c].component)}
         if not learning:
             return
-        sizes = [self.domain.chunks[c].rows_of(self.position) for c in chunks]
+        sizes = [self.domain.chunks[c].rows_of(self.domain_rank) for c in chunks]
         joined = returned.new_zeros(sum(sizes), returned.shape[1])
         joined.index_copy_(0, self.ends(microbatch).send, returned)
         for c, grads in zip(chunks, joined.split(sizes), strict=True):
@@ -302,7 +302,7 @@ class _RunningStep:
 
     def hand_on(self, send: Kind, receive: Kind, m: int, part: int, other: int, tensor: torch.Tensor) -> None:
         """Leave what `part` made for `other`: at once if on this rank, else for the op that sends it."""
-        if other in self.domain.parts(self.position):
+        if other in self.domain.parts(self.domain_rank):
             self.inbox[receive, m, other] = tensor
         else:
             self.outbox[send, m, part] = tensor
@@ -359,8 +359,8 @@ class _RunningStep:
 
     def peer(self, op: Op) -> int:
         """The rank at the other end of a message."""
-        source, destination = self.domain.sender(op, self.position)
-        return self.engine.ranks[destination if source == self.position else source]
+        source, destination = self.domain.sender(op, self.domain_rank)
+        return self.engine.ranks[destination if source == self.domain_rank else source]
 
     def group(self, kind: Kind) -> dist.ProcessGroup:
         groups = self.engine.groups
@@ -373,7 +373,7 @@ class _RunningStep:
     def receive(self, op: Op) -> None:
         engine, domain = self.engine, self.domain
         layout = domain.microbatches[op.index].layout
-        tokens = layout.padded_tokens(domain.cp_rank(self.position), domain.tp) // domain.tp
+        tokens = layout.padded_tokens(domain.cp_rank(self.domain_rank), domain.tp) // domain.tp
         buffer = torch.empty(tokens, engine.width, dtype=engine.dtype, device=engine.device)
         key = (op.kind, op.index, op.part)
         self.inbox[key] = buffer
@@ -410,7 +410,7 @@ class _RunningStep:
                 raise
             peers = self.engine.ranks if op.kind in COLLECTIVE else (self.peer(op),)
             where = f"{Op(Kind.WAIT, op.index, op.kind, op.part)} of step {self.plan.step}"
-            raise stall(where, peers, self.engine.ranks[self.position], error) from error
+            raise stall(where, peers, self.engine.ranks[self.domain_rank], error) from error
 
     def assert_nothing_left(self) -> None:
         """Whatever is still here was made and never used: a plan that the verifier should have refused."""

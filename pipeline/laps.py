@@ -46,25 +46,25 @@ class Lap(NamedTuple):
         return self.end_ns - self.start_ns - self.busy_ns
 
 
-def cause_of(what: Op | str, domain: DomainPlan, position: int) -> str:
-    """Return what a position stands still for in a lap: one of CAUSES."""
+def cause_of(what: Op | str, domain: DomainPlan, domain_rank: int) -> str:
+    """Return what a domain rank stands still for in a lap: one of CAUSES."""
     if isinstance(what, str):
         return what
     if what.kind is Kind.WAIT:
         return str(what.on)
     if what.kind is Kind.REDUCE:
         return str(Kind.REDUCE)
-    shared = what.kind in COMPUTE and len(domain.parties(what, position)) > 1
+    shared = what.kind in COMPUTE and len(domain.parties(what, domain_rank)) > 1
     return PEERS if shared else HOST
 
 
-def idle_of(laps: Sequence[Lap], domain: DomainPlan, position: int) -> dict[str, int]:
-    """Return the nanoseconds that a position idled in a step, for each of CAUSES."""
+def idle_of(laps: Sequence[Lap], domain: DomainPlan, domain_rank: int) -> dict[str, int]:
+    """Return the nanoseconds that a domain rank idled in a step, for each of CAUSES."""
     found = dict.fromkeys(CAUSES, 0)
     for lap in laps:
         if lap.what == SAVE:
             continue
-        found[cause_of(lap.what, domain, position)] += lap.idle_ns
+        found[cause_of(lap.what, domain, domain_rank)] += lap.idle_ns
     return found
 
 

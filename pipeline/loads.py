@@ -11,15 +11,15 @@ from pipeline.domain_plan import Chunk, DomainPlan, Microbatch
 
 
 def pass_load(
-    domain: DomainPlan, m: int, position: int, part: Part, *, losses: bool, messages: bool = True
+    domain: DomainPlan, m: int, domain_rank: int, part: Part, *, losses: bool, messages: bool = True
 ) -> Load:
     """Load of the pass of microbatch `m` through `part` of the LLM, which computes `losses` or not.
 
     Without `messages` it leaves out what exchanges send: of memory, buffers for a moment.
     """
-    batch, cp_rank, tp = domain.microbatches[m], domain.cp_rank(position), domain.tp
+    batch, cp_rank, tp = domain.microbatches[m], domain.cp_rank(domain_rank), domain.tp
     tail = batch.layout.padded_tokens(cp_rank, tp) - batch.layout.local_tokens(cp_rank)
-    first = position - position % part.ep if part.ep else 0
+    first = domain_rank - domain_rank % part.ep if part.ep else 0
     seen = partial(attended, batch.layout, batch.tiles, cp_rank, tail)
     within = None if part.window is None else replace(part.shape, window=part.window - 1)
     return Load(
@@ -31,20 +31,22 @@ def pass_load(
         routed=tuple(
             batch.layout.padded_tokens(domain.cp_rank(at), tp) // tp for at in range(first, first + part.ep)
         ),
-        router=position - first if part.ep else 0,
+        router=domain_rank - first if part.ep else 0,
     )
 
 
-def chunk_load(chunk: Chunk, position: int, part: Part, unit: int | None, *, messages: bool = True) -> Load:
-    """Load of a chunk on the tp group of `position`, of an encoder that splits items by `unit` tokens;
+def chunk_load(
+    chunk: Chunk, domain_rank: int, part: Part, unit: int | None, *, messages: bool = True
+) -> Load:
+    """Load of a chunk on the tp group of `domain_rank`, of an encoder that splits items by `unit` tokens;
     `messages` as for a pass.
     """
-    tp_group, tail = chunk.tp_group(position), chunk.tail(position, unit)
+    tp_group, tail = chunk.tp_group(domain_rank), chunk.tail(domain_rank, unit)
     return Load(
         seen=attended(chunk.layout, chunk.tiles, tp_group, tail, part.shape, part.head_dim, messages),
-        squares=chunk.share(position).squares,
+        squares=chunk.share(domain_rank).squares,
         sequences=_sequences(chunk.layout.shards, tp_group),
-        rows=chunk.rows_of(position),
+        rows=chunk.rows_of(domain_rank),
         most_rows=max(chunk.rows[tp_group * chunk.tp : (tp_group + 1) * chunk.tp]),
     )
 

@@ -11,9 +11,9 @@ of any size:
         items          images, clips, recordings: how large, where their rows belong
         chunks         which ranks of the domain encode which items, as one quantum of work
         routes         for each microbatch, which rows travel from which rank to which
-        holds          which positions hold which parts of the LLM
-        ops            for each team of positions, the ordered list of its actions
-        bounds         bytes of activations that a position may hold, by part
+        holds          which ranks hold which parts of the LLM
+        ops            for each team of ranks, the ordered list of its actions
+        bounds         bytes of activations that a domain rank may hold, by part
 
 What a domain holds is declared in `pipeline/domain_plan.py`. Every rank computes its plan alone; equal plans
 have equal digests, compared level by level before anything runs. A plan holds no tensor, no clock reading and

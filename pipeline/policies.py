@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heapify, heapreplace
 
 TpGroup = tuple[int, ...]
-"""Neighbouring positions of a domain on which an encoder's tensor parallelism runs: they encode as one."""
+"""Neighbouring ranks of a domain on which an encoder's tensor parallelism runs: they encode as one."""
 
 
 def spread(costs: Sequence[int], tp_groups: Sequence[Sequence[TpGroup]]) -> tuple[TpGroup, ...]:

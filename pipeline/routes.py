@@ -49,15 +49,15 @@ def _divided(blocks: list[ItemRows], tp: int) -> Iterator[tuple[ItemRows, ...]]:
 
 
 def plan_routes(domain: DomainPlan) -> tuple[Route | None, ...]:
-    """Return the route of every microbatch over the positions of the domain, None without items.
+    """Return the route of every microbatch over the ranks of the domain, None without items.
 
     A rank's rows are counted chunk by chunk, in the order of `DomainPlan.joined`. At each attach point a row
-    goes to the position that holds the token where it stands.
+    goes to the domain rank that holds the token where it stands.
 
     Raises:
         AssertionError: if rows have no place, or overlap.
     """
-    # By attach point, the position that holds its part for each position of a stage.
+    # By attach point, the domain rank that holds its part for each rank of a stage.
     holders = [
         [domain.holder(point.part, rank) for rank in range(domain.stage_size)] for point in domain.all_points
     ]

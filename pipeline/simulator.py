@@ -78,7 +78,7 @@ class Timeline:
         return max((ends[-1] for ends in self.ends_ns if ends), default=0)
 
     def waited_ns(self, rank: int) -> int:
-        """Time that a position spent waiting."""
+        """Time that a domain rank spent waiting."""
         events = self.events[rank // self.domain.team]
         return sum(e.end_ns - e.start_ns for e in events if e.op.kind is Kind.WAIT)
 
@@ -99,10 +99,10 @@ def run(
 ) -> Timeline:
     """Run the lists of all teams of a domain to the end.
 
-    `compute_ns` gives the time of a compute op or a REDUCE at a position, `message_ns` that of what else an
-    op issues, of which a rank itself spends `issue_ns` on issuing it, and as much on taking in what came;
-    `behind` says when a position has the weights that a forward begins with, from the start unless given, and
-    how long before its place a REDUCE began, behind the backward in front of it.
+    `compute_ns` gives the time of a compute op or a REDUCE at a domain rank, `message_ns` that of what else
+    an op issues, of which a rank itself spends `issue_ns` on issuing it, and as much on taking in what came;
+    `behind` says when a domain rank has the weights that a forward begins with, from the start unless given,
+    and how long before its place a REDUCE began, behind the backward in front of it.
 
     Raises:
         StuckError: naming, for every rank that cannot go on, the op it stands at and whom it waits for.

@@ -10,7 +10,7 @@ R4  every op is issued once and waited for exactly once, after it was issued
 R5  each item is encoded once, and its backward runs once, whole or split in two, on the same ranks (never for
     a frozen encoder), neighbours that hold its encoder; each microbatch passes every part once; every rank
     that holds a part reduces it once
-R6  activations that a position holds stay under the bound of their part
+R6  activations that a domain rank holds stay under the bound of their part
 R7  the abstract machine runs the lists to the end (`pipeline/simulator.py`)
 
 Each kind of rule has a file in `pipeline/rules`.
@@ -36,8 +36,8 @@ class PlanRefusedError(RuntimeError):
 def verify(plan: StepPlan, kept: Kept, single_fifo: bool = False, ranks: Sequence[int] = ()) -> None:
     """Check all rules on the domain of a plan.
 
-    With `single_fifo` the lists must also run with one communication queue a rank. Rules name positions; a
-    refusal says which of the run's `ranks` they are, if these are given.
+    With `single_fifo` the lists must also run with one communication queue a rank. Rules name domain ranks,
+    which messages call positions; a refusal says which of the run's `ranks` they are, if these are given.
 
     Raises:
         PlanRefusedError: with the first violations.

@@ -202,8 +202,8 @@ def _spread_whole(planner: DomainPlanner, tokens: Mapping[str, Sequence[int]]) -
 
 @dataclass(frozen=True)
 class DomainTimes:
-    """What the ranks of a domain spend: the LLM by cp rank of the pool, and all encoders of a position
-    together by position, work alone, in turn with exchanges and with these overlapped, [P] each; bytes of
+    """What the ranks of a domain spend: the LLM by cp rank of the pool, and all encoders of a rank
+    together by domain rank, work alone, in turn with exchanges and with these overlapped, [P] each; bytes of
     exchanges and rows that ranks send to other nodes.
     """
 
@@ -241,17 +241,17 @@ def time_domain(
 def cp_rank_nodes(planner: DomainPlanner, domain: int) -> list[int]:
     """Return the node of each cp rank of a domain's pool, of its first stage."""
     world = planner.arrangement
-    return position_nodes(planner, domain)[: world.stage_size : world.llm.tp]
+    return domain_rank_nodes(planner, domain)[: world.stage_size : world.llm.tp]
 
 
 def tp_group_nodes(planner: DomainPlanner, domain: int, encoder: str) -> list[int]:
     """Return the node of each tp group of an encoder in a domain."""
-    nodes = position_nodes(planner, domain)
+    nodes = domain_rank_nodes(planner, domain)
     return [nodes[tp_group[0]] for tp_group in planner.arrangement.tp_groups(encoder)]
 
 
-def position_nodes(planner: DomainPlanner, domain: int) -> list[int]:
-    """Return the node of each position of a domain."""
+def domain_rank_nodes(planner: DomainPlanner, domain: int) -> list[int]:
+    """Return the node of each rank of a domain."""
     return list(node_map(planner.arrangement.domain_ranks(domain), planner.transport.ranks_per_node))
 
 

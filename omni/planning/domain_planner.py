@@ -358,7 +358,7 @@ class DomainPlanner:
 
     @cached_property
     def _team(self) -> int:
-        """Neighbouring positions that share every layer that they run."""
+        """Neighbouring ranks that share every layer that they run."""
         world = self.arrangement
         return gcd(world.llm.tp, *world.encoder_tp.values(), world.domain_size - world.llm_size)
 
@@ -371,7 +371,7 @@ class DomainPlanner:
         return (*llm, *((),) * ((world.domain_size - world.llm_size) // self._team))
 
     def _home(self, component: str) -> tuple[int, int]:
-        """The first position that holds a component, and the one after the last."""
+        """The first domain rank that holds a component, and the one after the last."""
         if component not in self._tp_groups:
             return 0, self.arrangement.llm_size
         tp_groups = self._tp_groups[component]

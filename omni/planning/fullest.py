@@ -29,12 +29,12 @@ CLEARLY = 0.97
 
 @dataclass(frozen=True)
 class Peak:
-    """The bytes that a rank of the world holds when it holds most, by kind and component: `position` of the
-    domain of `plan`, while it runs the op `at`. Kinds are those of `memory.py`.
+    """The bytes that a rank of the world holds when it holds most, by kind and component: `domain_rank` of
+    the domain of `plan`, while it runs the op `at`. Kinds are those of `memory.py`.
     """
 
     plan: StepPlan
-    position: int
+    domain_rank: int
     rank: int
     parts: Mapping[tuple[str, str], int]
     at: str
@@ -53,7 +53,7 @@ class Peak:
 def fullest_rank(spec: Workload, plans: Iterable[StepPlan]) -> Peak:
     """Return the rank that holds most of the domains of `plans`.
 
-    Positions of a team run the same ops on the same layers: of each team its first rank is modelled, of the
+    Ranks of a team run the same ops on the same layers: of each team its first rank is modelled, of the
     fullest team all.
     """
     found = max((fullest_team(spec, plan) for plan in plans), key=lambda peak: peak.bytes)
@@ -67,17 +67,17 @@ def fullest_team(spec: Workload, plan: StepPlan) -> Peak:
 
 def fullest_in_team(spec: Workload, first: Peak) -> Peak:
     """Return the rank that holds most of a team, of which `first` is the first."""
-    return _fullest(spec, first.plan, range(first.position, first.position + first.plan.domain.team))
+    return _fullest(spec, first.plan, range(first.domain_rank, first.domain_rank + first.plan.domain.team))
 
 
-def _fullest(spec: Workload, plan: StepPlan, positions: Iterable[int]) -> Peak:
-    return max(_peaks(spec, plan, positions), key=lambda peak: peak.bytes)
+def _fullest(spec: Workload, plan: StepPlan, domain_ranks: Iterable[int]) -> Peak:
+    return max(_peaks(spec, plan, domain_ranks), key=lambda peak: peak.bytes)
 
 
-def _peaks(spec: Workload, plan: StepPlan, positions: Iterable[int]) -> Iterator[Peak]:
+def _peaks(spec: Workload, plan: StepPlan, domain_ranks: Iterable[int]) -> Iterator[Peak]:
     ranks = spec.arrangement.domain_ranks(plan.number)
-    works = (rank_work(spec, plan, ranks[at], messages=False) for at in positions)
-    return (Peak(plan, work.position, work.rank, *model_peak(spec, work)) for work in works)
+    works = (rank_work(spec, plan, ranks[at], messages=False) for at in domain_ranks)
+    return (Peak(plan, work.domain_rank, work.rank, *model_peak(spec, work)) for work in works)
 
 
 def most_on_host(spec: Workload, plan: StepPlan) -> int:
@@ -134,23 +134,23 @@ class _Remembering:
 
 
 def _likely_fullest(table: CostTable, plan: StepPlan) -> list[int]:
-    """The first position of the team of each stage, and of those beside the LLM, whose forwards keep most at
-    once: what else a rank holds is about the same for all of a stage.
+    """The first domain rank of the team of each stage, and of those beside the LLM, whose forwards keep most
+    at once: what else a rank holds is about the same for all of a stage.
     """
     domain, kept = plan.domain, plan_memory(plan.domain, table)
     fullest: dict[tuple[int, ...], tuple[int, int]] = {}
     for team, ops in enumerate(domain.ops):
-        position = team * domain.team
+        domain_rank = team * domain.team
         held = most = 0
         for op in ops:
             if op.kind in (Kind.FORWARD, Kind.ENCODE):
-                held += kept(position, op)
+                held += kept(domain_rank, op)
                 most = max(most, held)
             elif op.kind in BACKWARDS and op.makes_weight:
-                held -= kept(position, op)
+                held -= kept(domain_rank, op)
         parts = domain.holds[team]
-        fullest[parts] = max(fullest.get(parts, (-1, 0)), (most, position))
-    return [position for _, position in sorted(fullest.values(), reverse=True)]
+        fullest[parts] = max(fullest.get(parts, (-1, 0)), (most, domain_rank))
+    return [domain_rank for _, domain_rank in sorted(fullest.values(), reverse=True)]
 
 
 def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
@@ -182,8 +182,8 @@ def check_rank(spec: RunSpec, rank: int, plan: StepPlan) -> None:
         ConfigError: as `check_memory`.
     """
     if spec.cluster.memory_bytes is not None:
-        position = spec.arrangement.domain_ranks(plan.number).index(rank)
-        check_memory(spec, _fullest(spec, plan, [position]))
+        domain_rank = spec.arrangement.domain_ranks(plan.number).index(rank)
+        check_memory(spec, _fullest(spec, plan, [domain_rank]))
 
 
 def check_memory(spec: RunSpec, fullest: Peak) -> None:

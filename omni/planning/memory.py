@@ -87,7 +87,7 @@ def model_encoding(spec: Workload, work: RankWork) -> dict[Op, int]:
 def model_host(work: RankWork) -> int:
     """Model the most bytes that passes of a rank keep on its host at once."""
     held = most = 0
-    for op in work.domain.ops_of(work.position):
+    for op in work.domain.ops_of(work.domain_rank):
         if op.kind is Kind.FORWARD and _goes_back(work, op):
             held += work.forward(op).offloaded
             most = max(most, held)
@@ -127,7 +127,7 @@ def place_lists(work: RankWork) -> int:
         elif route.transport == "all_gather":
             listed += work.rows_in[m]
         else:
-            listed += 2 * route.stopping[work.position]
+            listed += 2 * route.stopping[work.domain_rank]
     return INDEX * listed
 
 
@@ -197,7 +197,7 @@ def _walk(spec: Workload, work: RankWork) -> Iterator[_Moment]:
     """Yield bytes, beside what is constant, at the moments that may be the fullest, with their op."""
     held = Held()
     yield held, (), "start"
-    for op in work.domain.ops_of(work.position):
+    for op in work.domain.ops_of(work.domain_rank):
         if op.kind is Kind.FORWARD:
             _take_rows(work, op, held)
         for extra in _during(work, op, held):
@@ -308,7 +308,7 @@ def _shipping(work: RankWork, op: Op) -> int:
 
 def _joined(work: RankWork, m: int) -> int:
     """Bytes of all rows of the chunks that hold items of a microbatch here."""
-    return sum(_rows(work, c) for c in work.domain.joined(m, work.position))
+    return sum(_rows(work, c) for c in work.domain.joined(m, work.domain_rank))
 
 
 def _moved(work: RankWork, op: Op) -> tuple[int, int]:
@@ -322,7 +322,7 @@ def _moved(work: RankWork, op: Op) -> tuple[int, int]:
     if route.transport == "all_gather":
         return block * route.num_ranks, block
     # Rows that stop here, as they came and as they go on.
-    return 0, 2 * route.stopping[work.position] * work.row_bytes
+    return 0, 2 * route.stopping[work.domain_rank] * work.row_bytes
 
 
 def _message(work: RankWork, op: Op) -> int:
@@ -340,7 +340,7 @@ def _let_go_of_frozen(work: RankWork, m: int, held: Held) -> None:
 
 def _take_rows(work: RankWork, op: Op, held: Held) -> None:
     """Rows go when the last part takes them in, unless their gradients go back."""
-    last = max(work.domain.parts_with_rows(work.position), default=None)
+    last = max(work.domain.parts_with_rows(work.domain_rank), default=None)
     if op.part == last and not _returns(work, op.index):
         held.drop((f"{Kind.SHIP} in", op.index, 0))
 
@@ -399,12 +399,12 @@ def _let_go_of_joined(held: Held) -> None:
 def _learning(work: RankWork, m: int) -> list[int]:
     """Chunks of this rank that hold items of a microbatch and take gradients."""
     chunks = work.domain.chunks
-    return [c for c in work.domain.joined(m, work.position) if chunks[c].component in work.trained]
+    return [c for c in work.domain.joined(m, work.domain_rank) if chunks[c].component in work.trained]
 
 
 def _rows(work: RankWork, c: int) -> int:
     """Bytes of the rows of a chunk that this rank puts out."""
-    return work.domain.chunks[c].rows_of(work.position) * work.row_bytes
+    return work.domain.chunks[c].rows_of(work.domain_rank) * work.row_bytes
 
 
 def _waited(work: RankWork, op: Op, held: Held) -> None:

@@ -112,14 +112,14 @@ def without_effect(sharing: Mapping[str, Sharing]) -> list[str]:
 
 
 def _nodes(arrangement: Arrangement, cp_ranks: Sequence[Sequence[int]], cluster: Cluster) -> tuple[int, ...]:
-    """The node of each cp rank, of which `cp_ranks` give the positions in a domain: these exchange with those
+    """The node of each cp rank, of which `cp_ranks` give the domain ranks: these exchange with those
     of others at the same places. CP ranks are on one node if they are in every domain.
     """
     places: list[list[int]] = [[] for _ in cp_ranks]
     for domain in range(arrangement.num_domains):
         nodes = node_map(arrangement.domain_ranks(domain), cluster.ranks_per_node)
-        for place, positions in zip(places, cp_ranks, strict=True):
-            place += [nodes[at] for at in positions]
+        for place, domain_ranks in zip(places, cp_ranks, strict=True):
+            place += [nodes[at] for at in domain_ranks]
     numbers: dict[tuple[int, ...], int] = {}
     return tuple(numbers.setdefault(tuple(place), len(numbers)) for place in places)
 

@@ -18,7 +18,7 @@ from pipeline.plan import StepPlan
 
 @dataclass(frozen=True)
 class RankWork:
-    """What rank `rank`, `position` of `domain`, does in a step.
+    """What rank `rank`, `domain_rank` of `domain`, does in a step.
 
     `llm` are the parts of the LLM that it holds by number, none beside it, and `passes` its loads by
     microbatch and part; `encoders` are the parts of encoders that it holds, `encodings` its loads by chunk.
@@ -27,7 +27,7 @@ class RankWork:
     """
 
     rank: int
-    position: int
+    domain_rank: int
     domain: DomainPlan
     llm: Mapping[int, Part]
     encoders: Mapping[str, Part]
@@ -49,7 +49,7 @@ class RankWork:
     @cached_property
     def returned(self) -> frozenset[int]:
         """Microbatches whose rows' gradients go back."""
-        return frozenset(op.index for op in self.domain.ops_of(self.position) if op.kind is Kind.RETURN)
+        return frozenset(op.index for op in self.domain.ops_of(self.domain_rank) if op.kind is Kind.RETURN)
 
     def forward(self, op: Op) -> Work:
         """What the forward pass of a compute op takes."""
@@ -90,11 +90,11 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
     arrangement, domain = spec.arrangement, plan.domain
     number = arrangement.domain(rank)
     assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
-    position = arrangement.domain_ranks(number).index(rank)
-    llm = {part: spec.work[part_name(LLM, part)] for part in domain.parts(position)}
+    domain_rank = arrangement.domain_ranks(number).index(rank)
+    llm = {part: spec.work[part_name(LLM, part)] for part in domain.parts(domain_rank)}
     return RankWork(
         rank=rank,
-        position=position,
+        domain_rank=domain_rank,
         domain=domain,
         llm=llm,
         encoders={
@@ -102,20 +102,20 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
         },
         passes={
             (m, p): replace(
-                pass_load(domain, m, position, part, losses=p == domain.num_parts - 1, messages=messages),
+                pass_load(domain, m, domain_rank, part, losses=p == domain.num_parts - 1, messages=messages),
                 frozen=not plan.trains(LLM),
             )
             for m in range(len(domain.microbatches))
             for p, part in llm.items()
         },
         encodings={
-            c: chunk_load(chunk, position, spec.work[name], spec.encoders[name].unit, messages=messages)
+            c: chunk_load(chunk, domain_rank, spec.work[name], spec.encoders[name].unit, messages=messages)
             for c, chunk in enumerate(domain.chunks)
             for name in [chunk.component]
-            if position in chunk.ranks
+            if domain_rank in chunk.ranks
         },
-        rows_in=tuple(route.arriving[position] if route is not None else 0 for route in domain.routes),
-        rows_out=tuple(route.leaving[position] if route is not None else 0 for route in domain.routes),
+        rows_in=tuple(route.arriving[domain_rank] if route is not None else 0 for route in domain.routes),
+        rows_out=tuple(route.leaving[domain_rank] if route is not None else 0 for route in domain.routes),
         trained=tuple(name for name in plan.components if plan.trains(name)),
         learnt=tuple(
             name

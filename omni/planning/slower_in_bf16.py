@@ -42,9 +42,9 @@ def slower_in_bf16(spec: Workload) -> Iterator[str]:
 def _held(spec: Workload) -> list[Held]:
     """What ranks of a domain hold that learns: once for all that hold the same."""
     world, found = spec.arrangement, list[Held]()
-    for position, rank in enumerate(world.domain_ranks(0)):
-        stage = position // world.stage_size
-        numbers = world.stage_parts[stage] if position < world.llm_size else ()
+    for domain_rank, rank in enumerate(world.domain_ranks(0)):
+        stage = domain_rank // world.stage_size
+        numbers = world.stage_parts[stage] if domain_rank < world.llm_size else ()
         held = {LLM: tuple(part_name(LLM, number) for number in numbers)}
         held |= {name: (name,) for name, mesh in world.encoder_meshes.items() if rank in mesh}
         held = {name: parts for name, parts in held.items() if name in spec.learns_from}

@@ -9,11 +9,11 @@ from pipeline.plan import StepPlan
 
 def update_ns(spec: Workload, plan: StepPlan, rank: int) -> int:
     """Return the nanoseconds in which `rank` reads gradients for their norm and updates its shares of what
-    trains in a step; the parts of a position are those of `plan` in every domain.
+    trains in a step; the parts of a domain rank are those of `plan` in every domain.
     """
     world = spec.arrangement
-    position = world.domain_ranks(world.domain(rank)).index(rank)
-    parts = [(LLM, spec.work[part_name(LLM, part)]) for part in plan.domain.parts(position)]
+    domain_rank = world.domain_ranks(world.domain(rank)).index(rank)
+    parts = [(LLM, spec.work[part_name(LLM, part)]) for part in plan.domain.parts(domain_rank)]
     parts += [(name, spec.work[name]) for name in spec.encoders if rank in world.encoder_meshes[name]]
     shares = sum(
         laid.total // replicas

@@ -49,7 +49,7 @@ class Rank:
 
     rank: int
     domain: int
-    position: int
+    domain_rank: int
     device: torch.device
     groups: Groups
     stage: LLMStage | None
@@ -126,13 +126,13 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
     }
     domain = arrangement.domain(rank)
     ranks = arrangement.domain_ranks(domain)
-    position = ranks.index(rank)
+    domain_rank = ranks.index(rank)
     stages = stages_of(config.optim, config.stages, config.train.steps)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     return Rank(
         rank=rank,
         domain=domain,
-        position=position,
+        domain_rank=domain_rank,
         device=device,
         groups=groups,
         stage=stage,
@@ -141,7 +141,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
         optimizer=JointOptimizer(spec.components, components, stages, device),
         anchors=anchors,
         engine=Engine(
-            position=position,
+            domain_rank=domain_rank,
             ranks=ranks,
             stage=stage,
             width=config.model.llm.hidden,
@@ -158,7 +158,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
             llm=config.model.llm,
             encoders=spec.encoders,
             sources=spec.sources,
-            place=Place(position, device, dtype, stream),
+            place=Place(domain_rank, device, dtype, stream),
         ),
         note=note,
     )

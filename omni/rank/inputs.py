@@ -50,11 +50,11 @@ class ChunkInputs:
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank stands: its position in its domain, its device, and the stream of a GPU on which inputs
+    """Where this rank stands: its domain rank, its device, and the stream of a GPU on which inputs
     come.
     """
 
-    position: int
+    domain_rank: int
     device: torch.device
     dtype: torch.dtype
     stream: torch.cuda.Stream | None = None
@@ -81,11 +81,11 @@ class Assembler:
 
     def reads_text(self, domain: DomainPlan) -> bool:
         """Whether this rank embeds tokens or computes losses."""
-        return domain.is_first(self.place.position) or domain.is_last(self.place.position)
+        return domain.is_first(self.place.domain_rank) or domain.is_last(self.place.domain_rank)
 
     def pieces(self, domain: DomainPlan, batch: Microbatch) -> list[Piece]:
         """Return what this rank's cp rank holds of a microbatch, in order."""
-        cp_rank = domain.cp_rank(self.place.position)
+        cp_rank = domain.cp_rank(self.place.domain_rank)
         return [
             Piece(number, sample, shard.start, shard.start + shard.length)
             for number, (sample, shards) in enumerate(zip(batch.samples, batch.layout.shards, strict=True))
@@ -118,9 +118,9 @@ class Assembler:
         """Return the items of a chunk that this rank's tp group encodes any of, by number, with its
         shards.
         """
-        if self.place.position not in chunk.ranks:
+        if self.place.domain_rank not in chunk.ranks:
             return []
-        tp_group = chunk.tp_group(self.place.position)
+        tp_group = chunk.tp_group(self.place.domain_rank)
         found = (
             (i, [s for s in shards if s.cp_rank == tp_group and s.length])
             for i, shards in zip(chunk.items, chunk.layout.shards, strict=True)
@@ -154,9 +154,9 @@ class Assembler:
         predict: bool,
         continued: Continued | None,
     ) -> StepInputs:
-        position = self.place.position
+        domain_rank = self.place.domain_rank
         texts = with_literals(domain, dict(zip(self.texts(domain), fetched.texts, strict=True)))
-        in_llm = domain.stage(position) is not None
+        in_llm = domain.stage(domain_rank) is not None
         microbatches = [
             self._microbatch(domain, batch, texts, predict, continued)
             for batch in (domain.microbatches if in_llm else ())
@@ -165,9 +165,9 @@ class Assembler:
         chunks = {
             number: self._chunk(domain, number, items)
             for number, chunk in enumerate(domain.chunks)
-            if position in chunk.ranks
+            if domain_rank in chunk.ranks
         }
-        ends = tuple(None if route is None else make_ends(route, position) for route in domain.routes)
+        ends = tuple(None if route is None else make_ends(route, domain_rank) for route in domain.routes)
         return StepInputs(tuple(microbatches), chunks, ends)
 
     def _microbatch(
@@ -180,7 +180,7 @@ class Assembler:
     ) -> MicrobatchInputs:
         place, tp = self.place, domain.tp
         pieces = self.pieces(domain, batch)
-        tokens = batch.layout.padded_tokens(domain.cp_rank(place.position), tp)
+        tokens = batch.layout.padded_tokens(domain.cp_rank(place.domain_rank), tp)
         tail = tokens - sum(p.stop - p.start for p in pieces)
         seen, at = [0] * len(batch.samples), [0] * len(batch.samples)
         if continued is not None:
@@ -188,7 +188,7 @@ class Assembler:
                 seen[p.sequence], at[p.sequence] = continued.seen[p.sample], continued.at[p.sample]
         packed = pack_llm(
             self.llm,
-            Sharding(batch.layout, batch.tiles, domain.cp_rank(place.position), tail, tp),
+            Sharding(batch.layout, batch.tiles, domain.cp_rank(place.domain_rank), tail, tp),
             _positions(domain, batch, pieces, at, tail, in_grids=bool(self.llm.rotary.sections)),
             seen,
             dtype=place.dtype,
@@ -200,17 +200,17 @@ class Assembler:
             packed = replace(packed, recalled=Recalled(continued.memory, names, counts, tail))
         tensors: dict[str, Any] = {}
         if self.llm.mixture is not None:
-            tensors["padding"] = tail_mask(tokens, tokens - tail, place.position % tp, tp)
-        if domain.is_first(place.position):
+            tensors["padding"] = tail_mask(tokens, tokens - tail, place.domain_rank % tp, tp)
+        if domain.is_first(place.domain_rank):
             ids = [texts[p.sample][0][p.start : p.stop] for p in pieces]
             padded = np.concatenate([*ids, np.zeros(tail, np.int64)])
             tensors["ids"] = torch.from_numpy(padded).unsqueeze(0)
-        if domain.is_last(place.position):
+        if domain.is_last(place.domain_rank):
             numbers = {name: number for number, name in enumerate(self.sources)}
             # Held-out sources have no number: evaluation sums losses by itself.
             sources = [numbers.get(domain.samples[p.sample].source, 0) for p in pieces]
             targets = _last_tokens(batch, pieces) if predict else _targets(pieces, texts, sources)
-            wanted = _wanted(targets, tokens, tp, place.position % tp, predict)
+            wanted = _wanted(targets, tokens, tp, place.domain_rank % tp, predict)
             tensors |= {name: torch.from_numpy(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
@@ -218,7 +218,7 @@ class Assembler:
         """Pack this rank's items of a chunk, of which one that could not be prepared is None."""
         chunk = domain.chunks[number]
         encoder = self.encoders[chunk.component]
-        tp_group = chunk.tp_group(self.place.position)
+        tp_group = chunk.tp_group(self.place.domain_rank)
         pieces = []
         names = []
         for i, shards in self.shards(chunk):
@@ -234,7 +234,7 @@ class Assembler:
                     f"and its count() tells {length}: make count() and preprocess() agree"
                 )
             pieces += [item.part(s.start, s.start + s.length) for s in shards]
-        tail = chunk.tail(self.place.position, encoder.unit)
+        tail = chunk.tail(self.place.domain_rank, encoder.unit)
         if tail:
             pieces.append(_silence(encoder, tail))
         values = transferred(encoder, np.concatenate([piece.values for piece in pieces]), self.place.device)

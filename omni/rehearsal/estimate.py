@@ -28,7 +28,7 @@ class Estimate:
     `loads` are the most and the mean planned nanoseconds of forward passes by component, of a cp rank of a
     pool for the LLM and of a rank for an encoder; `flops` those of the step by component, all text counted
     as targets. `plan` is that of the slowest domain, `timeline` its simulation, `spent` the mean of its
-    positions. The rank of `fullest` holds more than any other of the world, and none keeps more than
+    domain ranks. The rank of `fullest` holds more than any other of the world, and none keeps more than
     `host_bytes` on its host. No plan of these samples in this
     layout takes less than `bound`, and none less than `any_domain`, whatever its domains and sharing.
     """
@@ -108,7 +108,7 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
 
 
 def mean_spent(timeline: Timeline, table: CostTable) -> SimulatedSpent:
-    """Return what the positions of a simulated domain spend the step with, on average."""
+    """Return what the ranks of a simulated domain spend the step with, on average."""
     domain = timeline.domain
     each = [astuple(spent_on(timeline, table, rank)) for rank in range(0, domain.num_ranks, domain.team)]
     return SimulatedSpent(*(sum(of) // len(each) for of in zip(*each, strict=True)))

@@ -88,7 +88,7 @@ def even_routing(
 ) -> Iterator[None]:
     """Divide the tokens of every rank evenly over the experts: how many it has is the plan's.
 
-    `ranks` are those of `domain` by position, and `where` gives the op that runs, hence the microbatch.
+    `ranks` are those of `domain` by domain rank, and `where` gives the op that runs, hence the microbatch.
     """
 
     def tokens(rank: int) -> int:

@@ -32,7 +32,7 @@ def traffic(spec: RunSpec, work: RankWork) -> Traffic:
 
 
 def _calls(spec: RunSpec, work: RankWork) -> Iterator[Call]:
-    for op in work.domain.ops_of(work.position):
+    for op in work.domain.ops_of(work.domain_rank):
         if op.kind in COMPUTE:
             component, part, load = work.of(op)
             grad = work.domain.made_by(op)
@@ -89,14 +89,14 @@ def _update_calls(spec: RunSpec, work: RankWork, component: str, number: int) ->
 # Between parts.
 
 
-def _at(spec: RunSpec, work: RankWork, positions: Iterable[int]) -> tuple[int, ...]:
-    """Global ranks at positions of this rank's domain."""
+def _at(spec: RunSpec, work: RankWork, domain_ranks: Iterable[int]) -> tuple[int, ...]:
+    """Global ranks of some domain ranks."""
     ranks = spec.arrangement.domain_ranks(spec.arrangement.domain(work.rank))
-    return tuple(ranks[position] for position in positions)
+    return tuple(ranks[domain_rank] for domain_rank in domain_ranks)
 
 
 def _hand_on(spec: RunSpec, work: RankWork, op: Op) -> Call:
-    (to,) = _at(spec, work, [work.domain.sender(op, work.position)[1]])
+    (to,) = _at(spec, work, [work.domain.sender(op, work.domain_rank)[1]])
     size = work.passes[op.index, op.part].tokens // work.llm[op.part].tp * work.row_bytes
     return "forward" if op.kind is Kind.SEND_FORWARD else "backward", "send", {to: size}, 1
 
@@ -114,5 +114,5 @@ def _boundary_calls(spec: RunSpec, work: RankWork, op: Op) -> Iterator[Call]:
         yield label, route.transport, {ring(ranks, work.rank): size}, 1
         return
     for hop in hops(route.transport, route.traffic(), route.nodes):
-        sent = {ranks[to]: rows * work.row_bytes for (by, to), rows in hop.items() if by == work.position}
+        sent = {ranks[to]: rows * work.row_bytes for (by, to), rows in hop.items() if by == work.domain_rank}
         yield label, "all_to_all", sent, 1

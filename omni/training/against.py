@@ -137,7 +137,7 @@ def _losses(
     """Losses of neighbouring tokens, where this rank reports them: their sample, their first, and they."""
     domain, rank = plan.domain, passes.rank
     found = passes.run(plan, metas, texts, predict=False)
-    for batch, inputs, losses in found if domain.reports(rank.position) else ():
+    for batch, inputs, losses in found if domain.reports(rank.domain_rank) else ():
         assert inputs.weights is not None
         # Targets are gathered in the order of pieces, with padding between those of tp ranks.
         real = losses[inputs.weights > 0].float().cpu().numpy()

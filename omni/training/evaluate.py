@@ -82,7 +82,7 @@ class Evaluator:
             domain, own = plan.domain, of_domain(plan, group)
             texts = {i: self._text(source, own[i]) for i in self.rank.assembler.texts(domain)}
             for _, inputs, losses in self.passes.run(plan, own, texts, predict=False):
-                if domain.reports(self.rank.position):
+                if domain.reports(self.rank.domain_rank):
                     assert inputs.weights is not None
                     weights = inputs.weights.double()
                     sums += torch.stack([(losses.double() * weights).sum(), weights.sum()])

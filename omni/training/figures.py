@@ -34,13 +34,13 @@ from pipeline.stopwatch import Timing
 @dataclass(frozen=True)
 class StepRun:
     """A step that has run and not updated yet: what was prepared, by which cost table, what the rank at
-    `position` of its domain made of it, its figures summed over all ranks, what they told of its plan, and
+    `domain_rank` of its domain made of it, its figures summed over all ranks, what they told of its plan, and
     how many samples lost an item.
     """
 
     prepared: Prepared
     table: CostTable
-    position: int
+    domain_rank: int
     result: StepResult
     sums: StepSums
     of_plan: OfPlan
@@ -56,7 +56,7 @@ class StepRun:
         """What each pass of this rank took. A GPU counts collectives inside layers among it."""
         domain, talks = self.prepared.plan.domain, device_type() == "cuda"
         timings = ((timing.op, timing.busy_ns) for timing in self.result.timings)
-        return tuple(measured(domain, self.table, self.position, timings, talks=talks))
+        return tuple(measured(domain, self.table, self.domain_rank, timings, talks=talks))
 
     @cached_property
     def spans(self) -> tuple[Sample, ...]:
@@ -66,11 +66,11 @@ class StepRun:
         domain, talks = self.prepared.plan.domain, device_type() == "cuda"
 
         def took(timing: Timing) -> int:
-            alone = timing.op.kind in COMPUTE and len(domain.parties(timing.op, self.position)) == 1
+            alone = timing.op.kind in COMPUTE and len(domain.parties(timing.op, self.domain_rank)) == 1
             return round((timing.end_s - timing.start_s) * 1e9) if alone else timing.busy_ns
 
         timings = ((timing.op, took(timing)) for timing in self.result.timings)
-        return tuple(measured(domain, self.table, self.position, timings, talks=talks))
+        return tuple(measured(domain, self.table, self.domain_rank, timings, talks=talks))
 
 
 class Unsettled(NamedTuple):

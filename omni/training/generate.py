@@ -127,7 +127,7 @@ class FreeGeneration:
             return new[-1] in ends or len(new) >= most_tokens or sequence.tokens > budget.longest
 
         rounds = run.rounds(groups, ended, found)
-        counts = rank.engine.position == 0  # for its domain
+        counts = rank.engine.domain_rank == 0  # for its domain
         done, going, stopped = 0, True, False
         while going and not stopped:
             asked = stop(done, len(prompts))

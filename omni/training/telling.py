@@ -141,16 +141,16 @@ class Telling:
         return parts
 
     def _of_plan(self, plan: StepPlan) -> dict[str, Part]:
-        spec, position = replace(self.spec, table=self.tables.at(plan.step)), self.rank.position
+        spec, domain_rank = replace(self.spec, table=self.tables.at(plan.step)), self.rank.domain_rank
         ranks = len(spec.arrangement.domain_ranks(plan.number))
         among = (
             Among(0, self.rank.rank, spec.arrangement.world),
             Among(
                 plan.group.number,
-                (plan.number - plan.group.first) * ranks + position,
+                (plan.number - plan.group.first) * ranks + domain_rank,
                 len(plan.group.replicas) * ranks,
             ),
-            Among(plan.number, position, ranks),
+            Among(plan.number, domain_rank, ranks),
         )
-        planned = planned_sums(spec, plan, counts=position == 0)  # for its domain
+        planned = planned_sums(spec, plan, counts=domain_rank == 0)  # for its domain
         return tell_plan(weighed(plan.digests, among), largest(spec, plan), planned)

@@ -50,10 +50,10 @@ def record(
         StallError: if a rank does not come in time.
     """
     plan, watch = done.prepared.plan, done.result.watch
-    spans = spans_of(watch.laps(), plan.domain, rank.position)
+    spans = spans_of(watch.laps(), plan.domain, rank.domain_rank)
     with going_on(f"rank {rank.rank}: the timeline of step {plan.step}"):
         write_rank(folder, plan.step, rank.rank, RankRecord(stays, watch.made_ns, spans))
-        if rank.position == 0:
+        if rank.domain_rank == 0:
             timeline = simulate(plan.domain, done.table, spec.planner.domain.single_queue)
             ranks = spec.arrangement.domain_ranks(plan.number)
             simulated = rows_of(timeline, team_names(ranks, plan.domain.team))

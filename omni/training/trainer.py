@@ -263,7 +263,7 @@ class Trainer:
         differing = self.health.compare(plan.step)
         sums = sum_step(self.rank, plan, result, stop=self.stop.requested, differing=differing)
         table, lost = self.tables.at(plan.step), len(self.telling.lost(plan.step))
-        done = StepRun(prepared.emptied(), table, self.rank.position, result, sums, of_plan, lost)
+        done = StepRun(prepared.emptied(), table, self.rank.domain_rank, result, sums, of_plan, lost)
         if differing is not None:
             self.health.judge(done.totals.corrupted)
         watch.done(END)
@@ -285,7 +285,7 @@ class Trainer:
         self.rank.note(f"step {plan.step}: totals on the host")
         updated = self.rank.optimizer.is_sound(plan.step, done.totals)
         laps = done.result.watch.laps()
-        idle_ns = idle_of(laps, plan.domain, self.rank.position)
+        idle_ns = idle_of(laps, plan.domain, self.rank.domain_rank)
         passes = done.passes if self.config.costs.learn else ()
         self.telling.spent.append(Spent(idle_ns, whole_ns(laps), passes, done.spans, done.table))
         truncated = len(self.spec.planner.world.truncated(plan.taken))

@@ -27,7 +27,7 @@ def fields(kind: Kind, index: int, part: int = 0, on: Kind | None = None, grad: 
 
 
 def who(domain: DomainPlan, team: int) -> str:
-    """Return the positions of a team in words."""
+    """Return the ranks of a team in words."""
     first = team * domain.team
     return (
         f"position {first}"

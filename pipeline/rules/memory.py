@@ -1,4 +1,4 @@
-"""R6: activations that a position holds stay under the bound of their part."""
+"""R6: activations that a domain rank holds stay under the bound of their part."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from pipeline.plan import StepPlan
 from pipeline.rules.lists import ENCODES, who
 
 Kept = Callable[[int, Op], int]
-"""Bytes that a FORWARD or ENCODE at a position keeps until the last of its backward has run."""
+"""Bytes that a FORWARD or ENCODE at a domain rank keeps until the last of its backward has run."""
 
 
 class PartPeak(NamedTuple):

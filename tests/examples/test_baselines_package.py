@@ -262,7 +262,7 @@ def test_random_plans_keep_all_rules(seed):
     random = Random(seed)
     shape, microbatches = random_shape(random, 4), random.randint(0, 6)
     plan = make_plan(shape, microbatches, random_work(random, shape, microbatches), GPIPE, cuts=random)
-    verify(plan, lambda position, op: 1)
+    verify(plan, lambda domain_rank, op: 1)
     encoded = [op for ops in plan.domain.ops for op in ops if op.kind is Kind.ENCODE]
     assert {op.index for op in encoded} == set(range(len(plan.domain.chunks)))
 

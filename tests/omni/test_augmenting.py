@@ -52,8 +52,8 @@ def changes(spec: RunSpec, first: int = 1, cursor: int = 0) -> tuple[list[set[An
         for domain in range(spec.arrangement.num_domains):
             plan = plan_step(spec.planner, step, cursor, domain, None, predicts=False).plan
             metas = spec.planner.metas_of(plan.domain)
-            for position in range(plan.domain.num_ranks):
-                place = Place(position, torch.device("cpu"), torch.float32)
+            for domain_rank in range(plan.domain.num_ranks):
+                place = Place(domain_rank, torch.device("cpu"), torch.float32)
                 assembler = Assembler(spec.config.model.llm, encoders, sources, place)
                 fetch = augmenting.fetch(assembler.fetch_of(plan.domain, metas), metas, plan.taken)
                 done = fetch.changes or (None,) * len(fetch.items)

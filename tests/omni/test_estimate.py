@@ -237,7 +237,7 @@ def test_the_command_says_all_of_it(line: list[str], capsys: pytest.CaptureFixtu
         "rules R1 to R7",
     ):
         assert words in out
-    # Domain 1 is replica 1, of two stages of eight ranks: global numbers, never its positions.
+    # Domain 1 is replica 1, of two stages of eight ranks: global numbers, never domain ranks.
     assert "\nranks 2-3: " in out or "\nrank 2: " in out
     assert "\nranks 10-11: " in out or "\nrank 10: " in out
     assert "\nrank 0: " not in out

@@ -64,7 +64,7 @@ def plant(trainer: Trainer) -> None:
 
         def taken(timing: Any) -> int:
             table, pairs = trainer.spec.table, [(timing.op, 0)]
-            for s in measured(plan.domain, table, engine.position, pairs, talks=False):
+            for s in measured(plan.domain, table, engine.domain_rank, pairs, talks=False):
                 noise = rng.gauss(1, 0.03) * rng.choice([5] + [1] * 24)
                 return int(laws[s.part].ns(s.tokens, s.squares, s.direction) * noise)
             return 0

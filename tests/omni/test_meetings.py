@@ -195,8 +195,8 @@ def swapped(patch: pytest.MonkeyPatch) -> None:
     """A rank reduces its last two components in another order: each group by itself is in order."""
     ops_of = DomainPlan.ops_of
 
-    def other(domain: DomainPlan, position: int) -> tuple[Op, ...]:
-        ops = list(ops_of(domain, position))
+    def other(domain: DomainPlan, domain_rank: int) -> tuple[Op, ...]:
+        ops = list(ops_of(domain, domain_rank))
         *_, one, two = (at for at, op in enumerate(ops) if op.kind is Kind.REDUCE)
         first, second = ops[one], ops.pop(two)
         ops[one : one + 1] = [second, first]

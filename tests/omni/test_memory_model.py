@@ -274,11 +274,11 @@ def test_it_knows_the_lists_of_places_of_rows(data: Path, policy: str) -> None:
     spec = prepare_run(compose_config(line), 8)
     plan = plan_of_step(spec, 1)
     listed = 0
-    for position in range(8):
-        ends = [make_ends(route, position) for route in plan.domain.routes if route]
+    for domain_rank in range(8):
+        ends = [make_ends(route, domain_rank) for route in plan.domain.routes if route]
         lists = [tensor for of in ends for tensor in (of.send, of.receive)]
         lists += [tensor for of in ends if of.stop for tensor in (of.stop.order, of.stop.inverse)]
         lists += [of.slots.index for of in ends if of.slots]
-        assert place_lists(rank_work(spec, plan, position)) == sum(tensor.nbytes for tensor in lists)
+        assert place_lists(rank_work(spec, plan, domain_rank)) == sum(tensor.nbytes for tensor in lists)
         listed += len(lists)
     assert listed

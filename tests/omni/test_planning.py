@@ -192,7 +192,7 @@ def rows_of(chunk: Chunk, domain: DomainPlan) -> list[tuple[int, tuple[int, int]
 
 
 def holders_of(domain: DomainPlan, microbatch: int) -> list[tuple[int, int]]:
-    """(position of the first stage, index among its tokens) of every packed token."""
+    """(domain rank of the first stage, index among its tokens) of every packed token."""
     layout = domain.microbatches[microbatch].layout
     filled: Counter = Counter()
     tokens = []

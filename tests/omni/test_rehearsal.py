@@ -244,19 +244,19 @@ def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data:
         # Padding and weights divide over ranks unevenly, so the shards differ.
         assert modelled.peak["optimizer"] == pytest.approx(found.peak["optimizer"], rel=1e-3)
         domain, ranks = plan.domain, spec.arrangement.domain_ranks(plan.number)
-        position = ranks.index(rank)
+        domain_rank = ranks.index(rank)
         layouts = [batch.layout for batch in domain.microbatches]
-        tokens = sum(layout.padded_tokens(domain.cp_rank(position), 2) for layout in layouts)
+        tokens = sum(layout.padded_tokens(domain.cp_rank(domain_rank), 2) for layout in layouts)
         # tp 2 halves the tokens between layers, of width 64, two bytes each; nodes hold two ranks.
         sent = Sent(len(layouts), 0, tokens // 2 * 64 * 2)
-        assert found.traffic.get(("forward", "send")) == (sent if domain.is_first(position) else None)
-        assert found.traffic.get(("backward", "send")) == (None if domain.is_first(position) else sent)
+        assert found.traffic.get(("forward", "send")) == (sent if domain.is_first(domain_rank) else None)
+        assert found.traffic.get(("backward", "send")) == (None if domain.is_first(domain_rank) else sent)
         shipped = sum(
             rows
             for route in domain.routes
             if route is not None and not route.is_local
             for (source, to), rows in route.traffic().items()
-            if source == position != to
+            if source == domain_rank != to
         )
         assert found.traffic.get(("ship", "all_to_all"), Sent(0, 0, 0)).total == shipped * 64 * 2
 

@@ -261,7 +261,7 @@ def hold(
     finally:
         engine._RunningStep.do = do
     domain = prepared.plan.domain
-    planned = held_at_most(domain.ops_of(trainer.rank.position))
+    planned = held_at_most(domain.ops_of(trainer.rank.domain_rank))
     bound = {part: by_hand.BOTH.in_flight(domain, part) for part in planned}
     return most, planned, bound, later, made, len(graphs)
 

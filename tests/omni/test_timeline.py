@@ -83,8 +83,8 @@ def test_a_recorded_step_holds_the_ops_that_its_plan_has_and_what_is_simulated(l
             found, recorded = read_step(folder, step, domain)
             assert found == step
             assert len(recorded.measured) == spec.arrangement.domain_size
-            for position, row in enumerate(recorded.measured):
-                ops = [str(op) for op in plan.domain.ops_of(position)]
+            for domain_rank, row in enumerate(recorded.measured):
+                ops = [str(op) for op in plan.domain.ops_of(domain_rank)]
                 texts = [span.text for span in row.spans if span.text != WEIGHTS]
                 assert list(dict.fromkeys(texts)) == [DATA, PLAN, HOST, *ops, END]
                 assert WEIGHTS in {span.text for span in row.spans} or name == "pp2"

@@ -296,8 +296,8 @@ def packs_of_six_and_four(stages: int, tp: int) -> list[PackedTokens]:
     )
     llm = LLMConfig(layers=stages, hidden=32, heads=4, kv_heads=2, ffn=32)
     packs = []
-    for position in range(domain.num_ranks):
-        assembler = Assembler(llm, {}, ("here",), Place(position, CPU, torch.float32))
+    for domain_rank in range(domain.num_ranks):
+        assembler = Assembler(llm, {}, ("here",), Place(domain_rank, CPU, torch.float32))
         texts = [(np.arange(n), np.arange(n), np.ones(n, bool)) for n in lengths]
         fetched = Fetched(texts if assembler.reads_text(domain) else [], [], ())
         (inputs,) = assembler.assemble(domain, fetched, predict=False).microbatches

@@ -209,7 +209,7 @@ def test_domains_partition_the_world(world):
 
 @settings(deadline=None, max_examples=200)
 @given(arrangements())
-def test_positions_of_a_stage_are_cp_ranks_of_tp_ranks(world):
+def test_domain_ranks_of_a_stage_are_cp_ranks_of_tp_ranks(world):
     assert world.stage_size == world.llm.tp * world.pool
     assert world.pool == world.llm.cp * world.replicas
     assert world.num_domains * world.replicas == world.llm.dp
@@ -222,10 +222,10 @@ def test_positions_of_a_stage_are_cp_ranks_of_tp_ranks(world):
                 tp = of_stage[cp_rank * world.llm.tp : (cp_rank + 1) * world.llm.tp]
                 assert tp == world.mesh.group(tp[0], "tp")
         # Neighbours in the pipeline are one stage apart.
-        for position in range(world.llm_size - world.stage_size):
-            line = world.mesh.group(ranks[position], "pp")
-            place = line.index(ranks[position])
-            assert line[place + 1] == ranks[position + world.stage_size]
+        for domain_rank in range(world.llm_size - world.stage_size):
+            line = world.mesh.group(ranks[domain_rank], "pp")
+            place = line.index(ranks[domain_rank])
+            assert line[place + 1] == ranks[domain_rank + world.stage_size]
 
 
 @settings(deadline=None, max_examples=200)
@@ -252,15 +252,15 @@ def test_tp_groups_hold_every_rank_of_an_encoder_once(world):
     }[world.placement]
     for name, tp in world.encoder_tp.items():
         tp_groups = world.tp_groups(name)
-        assert [position for tp_group in tp_groups for position in tp_group] == list(expected)
+        assert [domain_rank for tp_group in tp_groups for domain_rank in tp_group] == list(expected)
         assert {len(tp_group) for tp_group in tp_groups} == {tp}
         mesh = world.encoder_meshes[name]
         assert len(mesh.ranks) == len(expected) * world.num_domains
         for domain in range(world.num_domains):
             ranks = world.domain_ranks(domain)
             for number, tp_group in enumerate(tp_groups):
-                for t, position in enumerate(tp_group):
-                    at = mesh.coordinates(ranks[position])
+                for t, domain_rank in enumerate(tp_group):
+                    at = mesh.coordinates(ranks[domain_rank])
                     assert at == {
                         "tp": t,
                         "slot": number,
@@ -308,7 +308,7 @@ def test_domains_are_the_smallest_that_hold_every_group(data, llm, placement):
         if placement is COLOCATED and inside:
             for name in encoder_tp:
                 for tp_group in made.tp_groups(name):
-                    assert len({position // made.stage_size for position in tp_group}) == 1
+                    assert len({domain_rank // made.stage_size for domain_rank in tp_group}) == 1
 
 
 def test_data_parallel_replicas_plan_alone_unless_they_share():

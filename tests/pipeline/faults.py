@@ -58,7 +58,7 @@ def with_ops(plan: StepPlan, lists: Lists) -> StepPlan:
 
 
 def first_of(plan: StepPlan, team: int) -> str:
-    """How rules that name one position of a team call it."""
+    """How rules that name one domain rank of a team call it."""
     return f"position {team * plan.domain.team}"
 
 

@@ -127,7 +127,7 @@ class RandomRanks:
         return ops[at] if at < len(ops) else None
 
     def holder(self, part: int, rank: int) -> int:
-        """The position that holds a part, at the same place among its holders."""
+        """The domain rank that holds a part, at the same place among its holders."""
         own = [r for r, parts in enumerate(self.holds) if parts == self.holds[rank]]
         return [r for r, parts in enumerate(self.holds) if part in parts][own.index(rank)]
 

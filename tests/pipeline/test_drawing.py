@@ -83,13 +83,13 @@ def test_ranks_whose_layers_communicate_wait_for_their_peers():
 def test_measured_laps_are_drawn_whole_with_idle_time_before_work(seed):
     random = Random(seed)
     domain = random_wide_plan(random).domain
-    for position in range(len(domain.ops) * domain.team):
+    for domain_rank in range(len(domain.ops) * domain.team):
         laps, at = [], 0
-        for what in (DATA, HOST, *domain.ops_of(position), END):
+        for what in (DATA, HOST, *domain.ops_of(domain_rank), END):
             end = at + random.randint(0, 50)
             laps.append(Lap(what, at, end, random.randint(0, end - at)))
             at = end
-        spans = spans_of(laps, domain, position)
+        spans = spans_of(laps, domain, domain_rank)
         now = 0
         for span in spans:
             assert now == span.start_ns < span.end_ns
@@ -98,7 +98,7 @@ def test_measured_laps_are_drawn_whole_with_idle_time_before_work(seed):
         seen = list(dict.fromkeys(span.text for span in spans))
         assert seen == list(dict.fromkeys(str(lap.what) for lap in laps if lap.end_ns > lap.start_ns))
         idle = {cause: ns for cause, ns in idle_ns([Track("", spans)]).items() if ns}
-        assert idle == {cause: ns for cause, ns in idle_of(laps, domain, position).items() if ns}
+        assert idle == {cause: ns for cause, ns in idle_of(laps, domain, domain_rank).items() if ns}
         assert sum(spent_ns([Track("", spans)]).values()) == at
 
 

@@ -56,7 +56,7 @@ def random_chunk(random, component, part, items, size, num_points):
 
 
 def domain_of(layout, tp, size, items, chunks, feeds):
-    """A domain of one microbatch over `size` positions, of which STAGES stages hold a part each."""
+    """A domain of one microbatch over `size` domain ranks, of which STAGES stages hold a part each."""
     held = [(stage,) for stage in range(STAGES) for _ in range(layout.num_cp_ranks * tp)]
     return DomainPlan(
         team=1,
@@ -77,7 +77,7 @@ def domain_of(layout, tp, size, items, chunks, feeds):
 
 
 def sent_rows(chunks, items, feeds):
-    """Where each row is and which place it is meant for, one row at a time: (position, row) by (item, row,
+    """Where each row is and which place it is meant for, one row at a time: (domain rank, row) by (item, row,
     point).
     """
     found, filled = {}, defaultdict(int)
@@ -93,10 +93,10 @@ def sent_rows(chunks, items, feeds):
                 rank for rank, share in enumerate(split_evenly(len(rows), chunk.tp)) for _ in range(share)
             ]
             for row, owner in zip(rows, owners, strict=True):
-                position = chunk.ranks[tp_group * chunk.tp + owner]
+                domain_rank = chunk.ranks[tp_group * chunk.tp + owner]
                 assert row not in found, "every row is put out once for each attach point"
-                found[row] = position, filled[position]
-                filled[position] += 1
+                found[row] = domain_rank, filled[domain_rank]
+                filled[domain_rank] += 1
     return found
 
 
@@ -120,10 +120,10 @@ def test_every_row_arrives_once_at_each_of_its_attach_points(random):
     (route,) = plan_routes(domain)
     place, stage_size = places(layout, tp), layout.num_cp_ranks * tp
     wanted = []
-    for (i, row, point), (position, at) in sent_rows(chunks, items, feeds).items():
+    for (i, row, point), (domain_rank, at) in sent_rows(chunks, items, feeds).items():
         rank, token = place[items[i].start + row]
         destination = point.part * stage_size + rank
-        wanted.append((position, at, destination, token, i, domain.all_points.index(point)))
+        wanted.append((domain_rank, at, destination, token, i, domain.all_points.index(point)))
     planned = sum(items[i].rows * len(feeds[c.component]) for c in chunks for i in c.items)
     assert len(wanted) == planned
     carried = [

@@ -138,7 +138,7 @@ def test_microbatches_without_items_ship_and_return_nothing(plan):
 
 @settings(deadline=None, max_examples=60)
 @given(plans())
-def test_positions_know_where_they_stand(plan):
+def test_domain_ranks_know_where_they_stand(plan):
     domain = plan.domain
     places = [(domain.stage(rank), domain.cp_rank(rank)) for rank in range(domain.num_ranks)]
     expected = [

@@ -430,7 +430,7 @@ def test_a_quantum_goes_back_after_the_gradients_of_all_its_microbatches(m):
     refused(plan, f"R3: position 0 must run {wait} before {back}")
 
 
-TAPS = (Point("a", 0, 1), Point("b", 2, 0))  # both on position 0
+TAPS = (Point("a", 0, 1), Point("b", 2, 0))  # both on domain rank 0
 
 
 @pytest.mark.parametrize("part", [0, 2])
