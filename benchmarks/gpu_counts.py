@@ -110,7 +110,7 @@ class Counted:
     @property
     def encoded(self) -> int:
         """Tokens that this rank encodes."""
-        return sum(sum(chunk.layout.lengths) for chunk in self.plan.domain.chunks)
+        return sum(sum(encoder_batch.layout.lengths) for encoder_batch in self.plan.domain.encoder_batches)
 
     @property
     def waits(self) -> int:

@@ -3,9 +3,9 @@
     python benchmarks/joint_pipeline.py [--quick]
 
 Eight even stages of one rank, 32 microbatches, a backward twice as long as a forward, in equal halves where
-it is split. What the encoder takes for a microbatch is drawn (lognormal, sigma 0.8) and cut into quanta of
-equal time; on average it is `ratio` times what the LLM takes. Messages take no time. Means of 20 seeds, of 4
-with --quick:
+it is split. What the encoder takes for a microbatch is drawn (lognormal, sigma 0.8) and cut into encoder
+batches of equal time; on average it is `ratio` times what the LLM takes. Messages take no time. Means of 20
+seeds, of 4 with --quick:
 
 - free: with a queue for each communicator; one: lists for one queue a rank;
 - half: activations of the encoder bounded to half of what `encode_first` holds;
@@ -46,7 +46,7 @@ from pipeline.builders import (
 from pipeline.builders.one_queue.serial import serialise
 from pipeline.builders.schedule import candidates_of
 from pipeline.costs import Costs
-from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem
+from pipeline.domain_plan import DomainPlan, EncoderBatch, Microbatch, PlannedItem
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
 from pipeline.routes import outputs_of, plan_routes
@@ -63,12 +63,14 @@ NOISE = 0.3
 
 @dataclass(frozen=True)
 class Case:
-    """A domain whose quanta have no place yet, what its ops take, and the least that a step of it can."""
+    """A domain whose encoder batches have no place yet, what its ops take, and the least that a step of it
+    can.
+    """
 
     domain: DomainPlan
     costs: Costs
     bound_ns: float
-    kept: int  # by a quantum, in halves of what a rank encodes for a microbatch
+    kept: int  # by an encoder batch, in halves of what a rank encodes for a microbatch
 
 
 def make_case(
@@ -80,25 +82,25 @@ def make_case(
     tp: int = 1,
     bounded: bool = False,
 ) -> Case:
-    """Draw what the encoder takes, `shared` of it on all ranks together, and cut the rest into quanta, such
-    as are for activations that are `bounded` or not. The `tp` ranks of a stage share a list.
+    """Draw what the encoder takes, `shared` of it on all ranks together, and cut the rest into encoder
+    batches, such as are for activations that are `bounded` or not. The `tp` ranks of a stage share a list.
     """
     draw = random.Random(f"{ratio}/{seed}")
     weights = [draw.lognormvariate(0, 0.8) for _ in range(microbatches)]
     scale = ratio * stages * microbatches * FORWARD / sum(weights)
     total = scale * sum(weights)
-    each = JOINT.quanta_for(microbatches, bounded)
+    each = JOINT.encoder_batches_for(microbatches, bounded)
     count = stages * each
     one_ns = int(total * (1 - shared) / count)
     together_ns = [int(scale * weight * shared / stages) for weight in weights] if shared else []
-    quanta = _cut(weights, count)
-    domain = _domain(stages, microbatches, quanta, len(together_ns), tp)
+    spans = _cut(weights, count)
+    domain = _domain(stages, microbatches, spans, len(together_ns), tp)
 
     def compute_ns(rank: int, op: Op) -> int:
         if op.kind is Kind.REDUCE:
             return 0
         if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
-            ns = one_ns if op.index < len(quanta) else together_ns[op.index - len(quanta)]
+            ns = one_ns if op.index < len(spans) else together_ns[op.index - len(spans)]
             return ns if op.kind is Kind.ENCODE else 2 * ns
         return FORWARD * (2 if op.kind is Kind.BACKWARD and op.grad is Grad.BOTH else 1)
 
@@ -107,41 +109,41 @@ def make_case(
 
 
 def _cut(weights: Sequence[float], count: int) -> list[tuple[int, ...]]:
-    """The microbatches of each of `count` equal quanta of work in the order of microbatches."""
+    """The microbatches of each of `count` equal encoder batches of work in the order of microbatches."""
     ends, at = [], 0.0
     for weight in weights:
         at += weight * count / sum(weights)
         ends.append(at)
-    quanta, m = [], 0
+    spans, m = [], 0
     for number in range(count):
         first = m
         while m < len(weights) - 1 and ends[m] < number + 1 - 1e-6:
             m += 1
-        quanta.append(tuple(range(first, m + 1)))
+        spans.append(tuple(range(first, m + 1)))
         if m < len(weights) - 1 and ends[m] <= number + 1 + 1e-6:
             m += 1
-    return quanta
+    return spans
 
 
 def _domain(
-    stages: int, microbatches: int, quanta: Sequence[Sequence[int]], shared: int, tp: int
+    stages: int, microbatches: int, spans: Sequence[Sequence[int]], shared: int, tp: int
 ) -> DomainPlan:
-    """A domain of `tp` ranks a stage; each quantum has a row in each of its microbatches."""
+    """A domain of `tp` ranks a stage; each encoder batch has a row in each of its microbatches."""
     lengths = [1] * microbatches
     items: list[PlannedItem] = []
-    chunks: list[tuple[tuple[int, ...], SequenceLayout]] = []
+    encoder_batches: list[tuple[tuple[int, ...], SequenceLayout]] = []
 
     def item(m: int, tokens: int) -> int:
         items.append(PlannedItem("image", m, len(items), m, tokens, 1, lengths[m]))
         lengths[m] += 1
         return len(items) - 1
 
-    for of in quanta:
+    for of in spans:
         numbers = tuple(item(m, 1) for m in of)
-        chunks.append((numbers, SequenceLayout.whole([1] * len(of), [0] * len(of), 1)))
+        encoder_batches.append((numbers, SequenceLayout.whole([1] * len(of), [0] * len(of), 1)))
     for m in range(shared):
         shards = tuple(Shard(stage, stage, 1) for stage in range(stages))
-        chunks.append(((item(m, stages),), SequenceLayout(stages, (shards,))))
+        encoder_batches.append(((item(m, stages),), SequenceLayout(stages, (shards,))))
     whole = [SequenceLayout.whole([length], [0], 1) for length in lengths]
     return DomainPlan(
         team=tp,
@@ -154,8 +156,8 @@ def _domain(
         samples=(),
         microbatches=tuple(Microbatch((m,), layout, ((),)) for m, layout in enumerate(whole)),
         items=tuple(items),
-        chunks=tuple(
-            Chunk(
+        encoder_batches=tuple(
+            EncoderBatch(
                 "image",
                 tuple(sorted({items[n].microbatch for n in numbers})),
                 tuple(range(layout.num_cp_ranks * tp)),
@@ -164,7 +166,7 @@ def _domain(
                 ((),) * len(numbers),
                 outputs_of(numbers, items, layout, tp),
             )
-            for numbers, layout in chunks
+            for numbers, layout in encoder_batches
         ),
         routes=(),
         ops=(),
@@ -178,14 +180,14 @@ def build(case: Case, policy: SchedulePolicy, room: int | None = None, one_queue
     """
     domain, stages, tp = case.domain, len(case.domain.holds), case.domain.team
     tp_groups = [tuple(range(stage * tp, (stage + 1) * tp)) for stage in range(stages)]
-    if not policy.quanta:
-        chunks = [
-            replace(chunk, ranks=tp_groups[0 if policy is ONE_F_ONE_B else number % stages])
-            if chunk.layout.num_cp_ranks == 1
-            else chunk
-            for number, chunk in enumerate(domain.chunks)
+    if not policy.encoder_batches:
+        encoder_batches = [
+            replace(batch, ranks=tp_groups[0 if policy is ONE_F_ONE_B else number % stages])
+            if batch.layout.num_cp_ranks == 1
+            else batch
+            for number, batch in enumerate(domain.encoder_batches)
         ]
-        domain = replace(domain, chunks=tuple(chunks))
+        domain = replace(domain, encoder_batches=tuple(encoder_batches))
     if room is not None:
         domain = replace(domain, bounds=(("image", room),))
     order = policy(
@@ -205,7 +207,7 @@ def over_bound(case: Case, domain: DomainPlan, one_queue: bool = False, costs: C
 
 
 def peak(domain: DomainPlan) -> int:
-    """The most quanta whose activations a rank holds."""
+    """The most encoder batches whose activations a rank holds."""
     most = 0
     for ops in domain.ops:
         held = 0

@@ -149,7 +149,7 @@ def _rows() -> list[Row]:
             ("system=megascale_omni",), many,
         ),
         Row(
-            "megascale_omni", "an equal quantum before each forward, not its own microbatch's encoder work",
+            "megascale_omni", "equal encoder work before each forward, not its own microbatch's",
             "ViT-1B with 8 B, tp2 pp4, nine to one", (64, 64), megascale,
             ("system=megascale_omni", "pipeline=one_f_one_b"), ("system=megascale_omni",), many,
         ),

@@ -60,7 +60,7 @@ def domain_of(stages: int, parts: int, microbatches: int) -> DomainPlan:
         samples=tuple(PlannedSample("text", m, 1, ((0, 1),)) for m in range(microbatches)),
         microbatches=tuple(Microbatch((m,), layout, ((),)) for m in range(microbatches)),
         items=(),
-        chunks=(),
+        encoder_batches=(),
         routes=(None,) * microbatches,
         ops=(),
         reductions=tuple((0, part) for part in range(stages * parts)),

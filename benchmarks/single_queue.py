@@ -23,7 +23,7 @@ from parallel.policy import find, registered
 from parallel.sequence import SequenceLayout
 from pipeline.builders import Facts, SchedulePolicy
 from pipeline.builders.one_queue.serial import serialise
-from pipeline.domain_plan import Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample
+from pipeline.domain_plan import DomainPlan, EncoderBatch, Microbatch, PlannedItem, PlannedSample
 from pipeline.expand import expand
 from pipeline.ops import Op
 from pipeline.routes import outputs_of, plan_routes
@@ -32,7 +32,7 @@ from pipeline.simulator import StuckError, run
 LENGTH = 100  # LLM tokens of a microbatch
 MOST = {1: 1.01, 2: 1.15}  # ordered over free on average, by ranks that compute together
 EVERY = [find(SchedulePolicy, name, "schedule") for name in registered(SchedulePolicy.group)]
-SCHEDULES = [policy for policy in EVERY if not (policy.candidates or policy.quanta)]
+SCHEDULES = [policy for policy in EVERY if not (policy.candidates or policy.encoder_batches)]
 
 
 def random_domain(random: Random, tp: int) -> DomainPlan:
@@ -57,7 +57,9 @@ def random_domain(random: Random, tp: int) -> DomainPlan:
             Microbatch((m,), SequenceLayout.whole([LENGTH], [0], 1), ((),)) for m in range(num_microbatches)
         ),
         items=tuple(items),
-        chunks=tuple(_chunk(items, number, random.randrange(size)) for number in range(len(items))),
+        encoder_batches=tuple(
+            _encoder_batch(items, number, random.randrange(size)) for number in range(len(items))
+        ),
         routes=(),
         ops=(),
         reductions=(),
@@ -69,10 +71,10 @@ def random_domain(random: Random, tp: int) -> DomainPlan:
     return replace(domain, ops=tuple(map(tuple, expand(order, domain))))
 
 
-def _chunk(items: list[PlannedItem], number: int, rank: int) -> Chunk:
+def _encoder_batch(items: list[PlannedItem], number: int, rank: int) -> EncoderBatch:
     layout = SequenceLayout.whole([items[number].tokens], [0], 1)
     outputs = outputs_of([number], items, layout, 1, 1)
-    return Chunk("image", (items[number].microbatch,), (rank,), (number,), layout, ((),), outputs)
+    return EncoderBatch("image", (items[number].microbatch,), (rank,), (number,), layout, ((),), outputs)
 
 
 def hangs(domain: DomainPlan) -> bool:

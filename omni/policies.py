@@ -72,17 +72,17 @@ class Section(NamedTuple):
 
 KINDS = (
     Section("placement", PlacementPolicy, ("domain.homes",)),
-    Section("encoder_sp", SharingPolicy, ("domain.chunks",)),
+    Section("encoder_sp", SharingPolicy, ("domain.encoder_batches",)),
     Section("llm_sp", SharingPolicy, ("domain.microbatches",)),
     Section("boundary", TransportPolicy, ("domain.routes",)),
     Section("deal", DealPolicy, ("group", "domain.samples")),
     Section("balance", BalancePolicy, ("group", "domain.samples")),
-    Section("packing", PackingPolicy, ("domain.microbatches", "domain.items", "domain.chunks")),
+    Section("packing", PackingPolicy, ("domain.microbatches", "domain.items", "domain.encoder_batches")),
     Section("pairing", PairingPolicy, ("domain.microbatches", "domain.items")),
     Section(
         "pipeline",
         SchedulePolicy,
-        ("domain.chunks", "domain.bounds", "domain.ops", "domain.schedule"),
+        ("domain.encoder_batches", "domain.bounds", "domain.ops", "domain.schedule"),
     ),
 )
 """Every decision that a user may choose a policy for. `Config` has a section for each."""

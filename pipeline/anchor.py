@@ -25,7 +25,9 @@ class Anchor(Protocol):
     """A component attached to the pipeline of the LLM: an encoder with its projectors."""
 
     def encode(self, inputs: Any) -> torch.Tensor:
-        """Encode a chunk's items: this rank's share of the rows [R, D], differentiable in the weights."""
+        """Encode an encoder batch's items: this rank's share of the rows [R, D], differentiable in the
+        weights.
+        """
         ...
 
     def weights_later(self) -> AbstractContextManager[PutOff]:
@@ -81,14 +83,14 @@ class Stage(Protocol):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The tensors of one step on one rank: for each microbatch, for each of this rank's chunks, and the
-    rank's ends of each route. `before_loss` is called with each microbatch, by number, before its loss is
+    """The tensors of one step on one rank: for each microbatch, for each of this rank's encoder batches, and
+    the rank's ends of each route. `before_loss` is called with each microbatch, by number, before its loss is
     computed from what it then holds; `arrive` once, before any of them is read: what a GPU runs from then on
     waits for them, and the host does not.
     """
 
     microbatches: tuple[Any, ...]
-    chunks: Mapping[int, Any]
+    encoder_batches: Mapping[int, Any]
     ends: tuple[Ends | None, ...]
     before_loss: Callable[[int, Any], None] = lambda number, inputs: None
     arrive: Callable[[], None] = lambda: None

@@ -71,7 +71,7 @@ def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> C
 
     def arrival(rank: int, op: Op) -> int:
         of_llm = op.kind is Kind.FORWARD
-        name = table.llm_part(domain.llm, op.part) if of_llm else domain.chunks[op.index].component
+        name = table.llm_part(domain.llm, op.part) if of_llm else domain.encoder_batches[op.index].component
         ns = arrived[rank // domain.team].get(name, 0)
         return ns and ns - table.parts[name].gathered_behind_ns(compute_ns(rank, op))
 
@@ -160,8 +160,8 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
         if op.index == domain.llm:
             return table.llm_part(domain.llm, op.part), None
         return table.components[op.index], None
-    chunk = domain.chunks[op.index]
-    return chunk.component, chunk.share(rank)
+    batch = domain.encoder_batches[op.index]
+    return batch.component, batch.share(rank)
 
 
 @dataclass(frozen=True)

@@ -82,8 +82,8 @@ EMBEDDING = Point("llm.embed", 0, 0)
 
 
 class Share(NamedTuple):
-    """What a cp rank has of a microbatch, or a tp group of a chunk: tokens, their part of the sum of squared
-    lengths, which attention costs, and nanoseconds of exchanges in a layer.
+    """What a cp rank has of a microbatch, or a tp group of an encoder batch: tokens, their part of the sum of
+    squared lengths, which attention costs, and nanoseconds of exchanges in a layer.
     """
 
     tokens: int
@@ -128,8 +128,8 @@ class ItemRows:
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A quantum of encoder work: items of any microbatches, encoded together.
+class EncoderBatch:
+    """A unit of encoder work: items of any microbatches, encoded together.
 
     `ranks` are the domain ranks that encode it, tp group by tp group; `layout` says which of these tp groups
     hold which tokens of which item, `tiles` divide the attention of each shared item, `outputs` name the rows
@@ -151,7 +151,7 @@ class Chunk:
         return len(self.ranks) // self.layout.num_cp_ranks
 
     def tp_group(self, rank: int) -> int:
-        """Return which tp group of the chunk domain rank `rank` belongs to."""
+        """Return which of its tp groups domain rank `rank` belongs to."""
         return self.ranks.index(rank) // self.tp
 
     @cached_property
@@ -164,8 +164,8 @@ class Chunk:
         return self.rows[self.ranks.index(rank)]
 
     def tail(self, rank: int, unit: int | None) -> int:
-        """Empty tokens that the tp group of `rank` encodes where it has none of the chunk's: it runs all
-        layers with the others. `unit` are those that must stay together, None for any number.
+        """Empty tokens that the tp group of `rank` encodes where it has none of the encoder batch's: it runs
+        all layers with the others. `unit` are those that must stay together, None for any number.
         """
         return 0 if self.layout.local_tokens(self.tp_group(rank)) else unit or 1
 
@@ -215,7 +215,7 @@ class DomainPlan:
     samples: tuple[PlannedSample, ...]
     microbatches: tuple[Microbatch, ...]
     items: tuple[PlannedItem, ...]
-    chunks: tuple[Chunk, ...]
+    encoder_batches: tuple[EncoderBatch, ...]
     routes: tuple[Route | None, ...]
     ops: tuple[tuple[Op, ...], ...]
     reductions: tuple[tuple[int, int], ...] = ()
@@ -334,19 +334,19 @@ class DomainPlan:
         return tuple(sorted(fed, key=lambda point: (point.part, point.place)))
 
     @cached_property
-    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
-        """The chunks that hold items of each microbatch, in order."""
+    def encoder_batches_of(self) -> tuple[tuple[int, ...], ...]:
+        """The encoder batches that hold items of each microbatch, in order."""
         found: list[list[int]] = [[] for _ in self.microbatches]
-        for number, chunk in enumerate(self.chunks):
-            for m in chunk.microbatches:
+        for number, batch in enumerate(self.encoder_batches):
+            for m in batch.microbatches:
                 found[m].append(number)
         return tuple(map(tuple, found))
 
     def joined(self, microbatch: int, rank: int) -> tuple[int, ...]:
-        """Return the chunks of a domain rank that hold items of a microbatch, in the order in which their
-        rows are counted by its route.
+        """Return the encoder batches of a domain rank that hold items of a microbatch, in the order in which
+        their rows are counted by its route.
         """
-        return tuple(c for c in self.chunks_of[microbatch] if rank in self.chunks[c].ranks)
+        return tuple(c for c in self.encoder_batches_of[microbatch] if rank in self.encoder_batches[c].ranks)
 
     def points(self, rank: int) -> tuple[Point, ...]:
         """Return the attach points of the parts that a domain rank holds, by part and place."""
@@ -364,7 +364,7 @@ class DomainPlan:
     def parties(self, op: Op, rank: int) -> range:
         """Return the domain ranks that run a compute op together because its layers communicate."""
         if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
-            ranks = self.chunks[op.index].ranks
+            ranks = self.encoder_batches[op.index].ranks
             return range(ranks[0], ranks[-1] + 1)
         first = rank - rank % self.party
         return range(first, first + self.party)

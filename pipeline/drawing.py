@@ -53,7 +53,7 @@ _TICKS = 12  # at most
 @dataclass(frozen=True)
 class Bar:
     """What a row does from `start_ns` to `end_ns`: `kind` is one of COLOURS, or "wait" with what is waited
-    for in `cause`; `text` names the op whole, `number` is its chunk or microbatch, None beside ops.
+    for in `cause`; `text` names the op whole, `number` is its encoder batch or microbatch, None beside ops.
     """
 
     kind: str

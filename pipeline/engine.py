@@ -133,7 +133,7 @@ class _RunningStep:
         # Microbatches whose rows take gradients back to a component that trains.
         self.returned = {op.index for op in ops if op.kind is Kind.RETURN}
         self.result = result
-        # By chunk: rows with their graph, their gradients, and the microbatches whose shipment is to come.
+        # By encoder batch: rows with their graph, their gradients, and microbatches that are yet to ship.
         self.encoded: dict[int, torch.Tensor] = {}
         self.row_grads: dict[int, torch.Tensor] = {}
         self.unshipped: dict[int, int] = {}
@@ -164,7 +164,7 @@ class _RunningStep:
         """The numbers of the component and of the part whose weights a forward takes."""
         if op.kind is Kind.FORWARD:
             return self.domain.llm, op.part
-        return self.plan.components.index(self.domain.chunks[op.index].component), 0
+        return self.plan.components.index(self.domain.encoder_batches[op.index].component), 0
 
     def do(self, op: Op) -> None:
         if op.grad is Grad.WEIGHT and op.kind in BACKWARDS:
@@ -179,10 +179,10 @@ class _RunningStep:
     # Encoders.
 
     def encode(self, op: Op) -> None:
-        planned = self.domain.chunks[op.index]
+        planned = self.domain.encoder_batches[op.index]
         component = planned.component
         with torch.set_grad_enabled(self.plan.trains(component)):
-            rows = self.engine.anchors[component].encode(self.inputs.chunks[op.index])
+            rows = self.engine.anchors[component].encode(self.inputs.encoder_batches[op.index])
         expected = (planned.rows_of(self.domain_rank), self.engine.width)
         assert rows.shape == expected, f"{component} put out {tuple(rows.shape)}, planned {expected}"
         # Ranks without rows take part in shipping with buffers of the LLM's type.
@@ -193,7 +193,7 @@ class _RunningStep:
 
     def encode_backward(self, op: Op) -> None:
         rows, grads = self.encoded.pop(op.index), self.row_grads.pop(op.index)
-        anchor = self.engine.anchors[self.domain.chunks[op.index].component]
+        anchor = self.engine.anchors[self.domain.encoder_batches[op.index].component]
         with self.closes(op):
             self.go_back(op, anchor, rows, grads)
 
@@ -215,7 +215,7 @@ class _RunningStep:
         """Whether what a backward goes through has weights that train, whose gradients a later op makes."""
         if op.kind is Kind.BACKWARD:
             return self.llm_learns
-        return self.plan.trains(self.domain.chunks[op.index].component)
+        return self.plan.trains(self.domain.encoder_batches[op.index].component)
 
     # The boundary.
 
@@ -229,13 +229,13 @@ class _RunningStep:
         return torch.empty(0, engine.width, dtype=engine.dtype, device=engine.device)
 
     def ship(self, op: Op) -> None:
-        chunks = self.domain.joined(op.index, self.domain_rank)
-        rows = [self.encoded[c].detach() for c in chunks]
-        for c in chunks:
+        encoder_batches = self.domain.joined(op.index, self.domain_rank)
+        rows = [self.encoded[c].detach() for c in encoder_batches]
+        for c in encoder_batches:
             self.unshipped[c] -= 1
             if not self.unshipped[c]:
                 del self.unshipped[c]
-                if not self.plan.trains(self.domain.chunks[c].component):
+                if not self.plan.trains(self.domain.encoder_batches[c].component):
                     del self.encoded[c]
         values = torch.cat(rows) if rows else self.no_rows()
         ends = self.ends(op.index)
@@ -255,15 +255,15 @@ class _RunningStep:
         self.flights[Kind.RETURN, op.index, 0] = ship(ends, grads, self.engine.groups.back, lane)
 
     def hand_back(self, microbatch: int, returned: torch.Tensor) -> None:
-        """Add the gradients of a microbatch's rows to those of the chunks that put them out."""
-        chunks = self.domain.joined(microbatch, self.domain_rank)
-        learning = {c for c in chunks if self.plan.trains(self.domain.chunks[c].component)}
+        """Add the gradients of a microbatch's rows to those of the encoder batches that put them out."""
+        encoder_batches = self.domain.joined(microbatch, self.domain_rank)
+        learning = {c for c in encoder_batches if self.plan.trains(self.domain.encoder_batches[c].component)}
         if not learning:
             return
-        sizes = [self.domain.chunks[c].rows_of(self.domain_rank) for c in chunks]
+        sizes = [self.domain.encoder_batches[c].rows_of(self.domain_rank) for c in encoder_batches]
         joined = returned.new_zeros(sum(sizes), returned.shape[1])
         joined.index_copy_(0, self.ends(microbatch).send, returned)
-        for c, grads in zip(chunks, joined.split(sizes), strict=True):
+        for c, grads in zip(encoder_batches, joined.split(sizes), strict=True):
             if c in learning:
                 before = self.row_grads.get(c)
                 self.row_grads[c] = grads if before is None else before + grads
@@ -351,7 +351,7 @@ class _RunningStep:
         own = made_by(self.domain, self.plan.components, op)
         behind = Behind(reductions, last_grows=begins[-1] == own)
         if op.kind is Kind.ENCODE_BACKWARD:
-            return self.engine.anchors[self.domain.chunks[op.index].component].closing(behind)
+            return self.engine.anchors[self.domain.encoder_batches[op.index].component].closing(behind)
         assert self.engine.stage is not None
         return self.engine.stage.closing(op.part, behind)
 

@@ -1,11 +1,11 @@
 """From an order of compute to op lists: insert every communication and every wait, by fixed rules.
 
 - A receive is issued before the compute that precedes its use, so that it overlaps with that compute.
-- SHIP(m) follows the rank's last chunk of all microbatches up to m: one order on every rank (R1).
+- SHIP(m) follows the rank's last encoder batch of all microbatches up to m: one order on every rank (R1).
 - RETURN(m) is issued as soon as the rank's own backward of m is done, long before any rank waits for it: a
-  return issued only where it is needed would make every chunk a barrier. All ranks return in the order in
-  which the first one goes back. A rank beside the LLM has no backward to wait for: it issues each return with
-  its shipment, or ranks that it shares the domain with would wait for it to go back itself.
+  return issued only where it is needed would make every encoder batch a barrier. All ranks return in the
+  order in which the first one goes back. A rank beside the LLM has no backward to wait for: it issues each
+  return with its shipment, or ranks that it shares the domain with would wait for it to go back itself.
 - A send is waited for once something has come back that its receiver made after using it, else at the end. So
   no send waits for its receive: where parts interleave, ranks that send to each other in a circle would hang.
 - A part hands on to another part of its own rank without a message.
@@ -30,7 +30,7 @@ def expand(order: list[list[Op]], domain: DomainPlan) -> list[list[Op]]:
         for ops in order
         for op in ops
         if op.kind is Kind.ENCODE_BACKWARD
-        for m in domain.chunks[op.index].microbatches
+        for m in domain.encoder_batches[op.index].microbatches
     }
     went_back = (op for op in order[0] if op.kind is Kind.BACKWARD and op.makes_input and op.part == 0)
     returns = [op.index for op in went_back if op.index in returned]
@@ -87,7 +87,7 @@ class _Expanded:
         self.unpassed = [0] * len(domain.microbatches)
         for op in order:
             if op.kind is Kind.ENCODE:
-                for m in domain.chunks[op.index].microbatches:
+                for m in domain.encoder_batches[op.index].microbatches:
                     self.unencoded[m] += 1
             elif op.kind is Kind.BACKWARD and op.makes_input:
                 self.unpassed[op.index] += 1
@@ -120,13 +120,13 @@ class _Expanded:
 
     def encode(self, op: Op) -> None:
         self.run_op(op)
-        for m in self.domain.chunks[op.index].microbatches:
+        for m in self.domain.encoder_batches[op.index].microbatches:
             self.unencoded[m] -= 1
         self.ship_ready()
 
     def encode_backward(self, op: Op) -> None:
         assert op.kind is Kind.ENCODE_BACKWARD, f"{op} is not compute"
-        for m in self.domain.chunks[op.index].microbatches:
+        for m in self.domain.encoder_batches[op.index].microbatches:
             self.wait(Kind.SHIP, m)
             self.wait(Kind.RETURN, m)
         self.run_op(op)

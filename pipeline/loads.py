@@ -7,7 +7,7 @@ from functools import partial
 from parallel.attended import attended
 from parallel.sequence import Shard
 from parallel.work import Load, Part
-from pipeline.domain_plan import Chunk, DomainPlan, Microbatch
+from pipeline.domain_plan import DomainPlan, EncoderBatch, Microbatch
 
 
 def pass_load(
@@ -35,19 +35,21 @@ def pass_load(
     )
 
 
-def chunk_load(
-    chunk: Chunk, domain_rank: int, part: Part, unit: int | None, *, messages: bool = True
+def encoder_batch_load(
+    encoder_batch: EncoderBatch, domain_rank: int, part: Part, unit: int | None, *, messages: bool = True
 ) -> Load:
-    """Load of a chunk on the tp group of `domain_rank`, of an encoder that splits items by `unit` tokens;
-    `messages` as for a pass.
+    """Load of an encoder batch on the tp group of `domain_rank`, of an encoder that splits items by `unit`
+    tokens; `messages` as for a pass.
     """
-    tp_group, tail = chunk.tp_group(domain_rank), chunk.tail(domain_rank, unit)
+    tp_group, tail = encoder_batch.tp_group(domain_rank), encoder_batch.tail(domain_rank, unit)
     return Load(
-        seen=attended(chunk.layout, chunk.tiles, tp_group, tail, part.shape, part.head_dim, messages),
-        squares=chunk.share(domain_rank).squares,
-        sequences=_sequences(chunk.layout.shards, tp_group),
-        rows=chunk.rows_of(domain_rank),
-        most_rows=max(chunk.rows[tp_group * chunk.tp : (tp_group + 1) * chunk.tp]),
+        seen=attended(
+            encoder_batch.layout, encoder_batch.tiles, tp_group, tail, part.shape, part.head_dim, messages
+        ),
+        squares=encoder_batch.share(domain_rank).squares,
+        sequences=_sequences(encoder_batch.layout.shards, tp_group),
+        rows=encoder_batch.rows_of(domain_rank),
+        most_rows=max(encoder_batch.rows[tp_group * encoder_batch.tp : (tp_group + 1) * encoder_batch.tp]),
     )
 
 

@@ -41,8 +41,8 @@ ISSUED = COLLECTIVE | POINT_TO_POINT | {Kind.REDUCE}
 class Op:
     """One action of one rank.
 
-    `index` is a chunk for encode ops, a component for REDUCE, else a microbatch. `part` is the part of the
-    LLM that the op works on or serves: SEND_FORWARD sends its output, RECV_FORWARD receives its input,
+    `index` is an encoder batch for encode ops, a component for REDUCE, else a microbatch. `part` is the part
+    of the LLM that the op works on or serves: SEND_FORWARD sends its output, RECV_FORWARD receives its input,
     SEND_BACKWARD sends the gradient of its input, RECV_BACKWARD receives that of its output; REDUCE sums its
     gradients. Encoders have one part, 0. `grad` tells what a backward makes. A WAIT is for the op of kind
     `on` with the same index and part.

@@ -7,13 +7,13 @@ of any size:
     StepPlan       the world's: which samples the step takes, what trains, the order of reductions
       group        a group of domains: which of the group's samples go to which domain and replica
       domain       one domain, that of the rank: everything its ranks do together
-        microbatches   which samples are packed together, and which ranks hold their tokens
-        items          images, clips, recordings: how large, where their rows belong
-        chunks         which ranks of the domain encode which items, as one quantum of work
-        routes         for each microbatch, which rows travel from which rank to which
-        holds          which ranks hold which parts of the LLM
-        ops            for each team of ranks, the ordered list of its actions
-        bounds         bytes of activations that a domain rank may hold, by part
+        microbatches      which samples are packed together, and which ranks hold their tokens
+        items             images, clips, recordings: how large, where their rows belong
+        encoder_batches   which ranks of the domain encode which items, as one unit of work
+        routes            for each microbatch, which rows travel from which rank to which
+        holds             which ranks hold which parts of the LLM
+        ops               for each team of ranks, the ordered list of its actions
+        bounds            bytes of activations that a domain rank may hold, by part
 
 What a domain holds is declared in `pipeline/domain_plan.py`. Every rank computes its plan alone; equal plans
 have equal digests, compared level by level before anything runs. A plan holds no tensor, no clock reading and
@@ -146,8 +146,8 @@ class StepPlan:
 
 
 def diff(a: Any, b: Any, path: str = "plan") -> list[str]:
-    """Return where two plans differ, as lines like "plan.domain.chunks[2].component: image != audio". They
-    are as they were planned, or as `parallel.consensus.plain` writes them.
+    """Return where two plans differ, as lines like "plan.domain.encoder_batches[2].component: image !=
+    audio". They are as they were planned, or as `parallel.consensus.plain` writes them.
     """
     return list(_differences(a, b, path))
 

@@ -101,7 +101,7 @@ def made_by(domain: DomainPlan, components: Sequence[str], op: Op) -> Pair:
     """What a backward makes gradients of."""
     if op.kind is Kind.BACKWARD:
         return domain.llm, op.part
-    return components.index(domain.chunks[op.index].component), 0
+    return components.index(domain.encoder_batches[op.index].component), 0
 
 
 def runs_alone(domain: DomainPlan, op: Op, team: int) -> bool:
@@ -127,7 +127,7 @@ def _complete(ops: Sequence[Op], domain: DomainPlan, components: Sequence[str]) 
         if op.kind is Kind.BACKWARD:
             last[domain.llm, op.part] = at
         elif op.kind is Kind.ENCODE_BACKWARD:
-            last[numbers[domain.chunks[op.index].component], 0] = at
+            last[numbers[domain.encoder_batches[op.index].component], 0] = at
     # An output that is tied to the embedding of its own rank makes gradients of the first part's weight.
     first, end = (domain.llm, 0), (domain.llm, domain.num_parts - 1)
     if first in last and end in last:

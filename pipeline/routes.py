@@ -11,11 +11,12 @@ from pipeline.domain_plan import DomainPlan, ItemRows, PlannedItem
 def outputs_of(
     numbers: Sequence[int], items: Sequence[PlannedItem], layout: SequenceLayout, tp: int, num_points: int = 1
 ) -> tuple[tuple[ItemRows, ...], ...]:
-    """Return the rows that each rank of a chunk puts out: those of its tp group, evenly divided over `tp`.
+    """Return the rows that each rank of an encoder batch puts out: those of its tp group, evenly divided over
+    `tp`.
 
-    `numbers` are the chunk's `items`, in the order of the sequences of `layout`. They have rows for each of
-    `num_points` attach points, one point after the other. A shard is cut at whole units of its encoder, so
-    its rows are whole too.
+    `numbers` are the encoder batch's `items`, in the order of the sequences of `layout`. They have rows for
+    each of `num_points` attach points, one point after the other. A shard is cut at whole units of its
+    encoder, so its rows are whole too.
     """
     tp_groups: list[list[ItemRows]] = [[] for _ in range(layout.num_cp_ranks)]
     for point in range(num_points):
@@ -51,7 +52,7 @@ def _divided(blocks: list[ItemRows], tp: int) -> Iterator[tuple[ItemRows, ...]]:
 def plan_routes(domain: DomainPlan) -> tuple[Route | None, ...]:
     """Return the route of every microbatch over the ranks of the domain, None without items.
 
-    A rank's rows are counted chunk by chunk, in the order of `DomainPlan.joined`. At each attach point a row
+    A rank's rows are counted batch by batch, in the order of `DomainPlan.joined`. At each attach point a row
     goes to the domain rank that holds the token where it stands.
 
     Raises:
@@ -62,14 +63,17 @@ def plan_routes(domain: DomainPlan) -> tuple[Route | None, ...]:
         [domain.holder(point.part, rank) for rank in range(domain.stage_size)] for point in domain.all_points
     ]
     return tuple(
-        _route(domain, m, chunks, holders) if chunks else None for m, chunks in enumerate(domain.chunks_of)
+        _route(domain, m, encoder_batches, holders) if encoder_batches else None
+        for m, encoder_batches in enumerate(domain.encoder_batches_of)
     )
 
 
-def _route(domain: DomainPlan, m: int, chunks: Sequence[int], holders: Sequence[Sequence[int]]) -> Route:
+def _route(
+    domain: DomainPlan, m: int, encoder_batches: Sequence[int], holders: Sequence[Sequence[int]]
+) -> Route:
     intervals = list(domain.microbatches[m].layout.intervals(domain.tp))
     segments: list[Segment] = []
-    for number, runs in enumerate(_runs(domain, m, chunks)):
+    for number, runs in enumerate(_runs(domain, m, encoder_batches)):
         if runs:
             at = holders[number]
             places = [Interval(i.start, i.length, at[i.rank], i.local_start) for i in intervals]
@@ -77,16 +81,16 @@ def _route(domain: DomainPlan, m: int, chunks: Sequence[int], holders: Sequence[
     return Route(domain.num_ranks, tuple(segments))
 
 
-def _runs(domain: DomainPlan, m: int, chunks: Sequence[int]) -> list[list[Rows]]:
+def _runs(domain: DomainPlan, m: int, encoder_batches: Sequence[int]) -> list[list[Rows]]:
     """The rows of a microbatch by attach point, each run with its place among all that its rank puts out."""
     number = {point: n for n, point in enumerate(domain.all_points)}
     runs: list[list[Rows]] = [[] for _ in number]
     filled = [0] * domain.num_ranks
     items = domain.items
-    for c in chunks:
-        chunk = domain.chunks[c]
-        of_point = [runs[number[point]] for point in domain.fed_by(chunk.component)]
-        for rank, blocks in zip(chunk.ranks, chunk.outputs, strict=True):
+    for c in encoder_batches:
+        batch = domain.encoder_batches[c]
+        of_point = [runs[number[point]] for point in domain.fed_by(batch.component)]
+        for rank, blocks in zip(batch.ranks, batch.outputs, strict=True):
             at = filled[rank]
             for block in blocks:
                 item = items[block.item]

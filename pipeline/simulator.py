@@ -193,7 +193,10 @@ class _Simulation:
         ns = self.compute_ns(rank, op)
         arrival = 0
         if kind in FORWARDS:
-            begins = team, op.part if kind is Kind.FORWARD else self.domain.chunks[op.index].component
+            begins = (
+                team,
+                op.part if kind is Kind.FORWARD else self.domain.encoder_batches[op.index].component,
+            )
             if begins not in self.begun:  # when the first pass is through, all weights are there
                 self.begun.add(begins)
                 arrival = self.arrival_ns(rank, op)

@@ -22,10 +22,10 @@ from itertools import groupby
 from pipeline.plan import StepPlan
 from pipeline.rules.communication import collective_order, pair_order, waits_once
 from pipeline.rules.data_order import data_order
-from pipeline.rules.lists import chunks_by_team, lists_of
+from pipeline.rules.lists import encoder_batches_by_team, lists_of
 from pipeline.rules.memory import Kept, in_flight
 from pipeline.rules.once import everything_once, rows_in_place
-from pipeline.rules.table import unclear_chunks, unclear_table, unknown_ops
+from pipeline.rules.table import unclear_encoder_batches, unclear_table, unknown_ops
 from pipeline.simulator import StuckError, run
 
 
@@ -60,7 +60,7 @@ def _spans(numbers: Sequence[int]) -> str:
 def violations(plan: StepPlan, kept: Kept, single_fifo: bool = False) -> Iterator[str]:
     """Yield every broken rule as text; nothing if the plan is safe."""
     domain = plan.domain
-    if unclear := [*unclear_table(domain), *unclear_chunks(domain)]:
+    if unclear := [*unclear_table(domain), *unclear_encoder_batches(domain)]:
         yield from unclear
         return
     lists = lists_of(domain)
@@ -69,8 +69,8 @@ def violations(plan: StepPlan, kept: Kept, single_fifo: bool = False) -> Iterato
         return
     yield from collective_order(domain, lists)
     yield from pair_order(domain, lists)
-    for team, (ops, chunks) in enumerate(zip(lists, chunks_by_team(domain), strict=True)):
-        yield from data_order(plan, team, ops, chunks)
+    for team, (ops, encoder_batches) in enumerate(zip(lists, encoder_batches_by_team(domain), strict=True)):
+        yield from data_order(plan, team, ops, encoder_batches)
         yield from waits_once(domain, team, ops)
     yield from everything_once(plan, lists)
     yield from rows_in_place(domain, lists)

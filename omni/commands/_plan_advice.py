@@ -140,7 +140,7 @@ def _changes(spec: RunSpec, found: Estimate) -> Iterator[tuple[list[str], Planne
     many as fill the pipeline, then half of that and so on; of these the first that fits should be taken.
     """
     domain, layout, planner = found.plan.domain, spec.arrangement.llm, spec.planner
-    if layout.pp > 1 and domain.chunks and "joint" not in domain.schedule:
+    if layout.pp > 1 and domain.encoder_batches and "joint" not in domain.schedule:
         joint = find(SchedulePolicy, "joint", "pipeline.policy")
         yield ["pipeline=joint"], replace(planner, domain=replace(planner.domain, schedule=joint))
     times = -(-FILLED * layout.pp // max(1, len(domain.microbatches)))

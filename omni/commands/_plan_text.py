@@ -9,7 +9,7 @@ from omni.planning.run_spec import RunSpec
 from omni.planning.update_time import update_ns
 from omni.rehearsal.estimate import Estimate
 from omni.rehearsal.footprint import Sent
-from pipeline.domain_plan import Chunk, Microbatch
+from pipeline.domain_plan import EncoderBatch, Microbatch
 from pipeline.drawing import team_names
 from pipeline.plan import StepPlan
 from pipeline.simulator import Timeline
@@ -116,15 +116,15 @@ def _domain(spec: RunSpec, plan: StepPlan, sent: Mapping[int, Sent]) -> Iterator
         ("schedule", domain.schedule),
         ("digests", " ".join(f"{name} {digest:016x}" for name, _, digest, _ in plan.levels)),
         ("tokens of microbatches", [sum(batch.layout.lengths) for batch in domain.microbatches]),
-        ("items, chunks", f"{len(domain.items)}, {len(domain.chunks)}"),
-        ("sequences, items shared", f"{shared(domain.microbatches)}, {shared(domain.chunks)}"),
+        ("items, chunks", f"{len(domain.items)}, {len(domain.encoder_batches)}"),
+        ("sequences, items shared", f"{shared(domain.microbatches)}, {shared(domain.encoder_batches)}"),
         ("rows, of them shipped", f"{rows}, {moved}"),
     ):
         yield f"  {key:25} {value}"
 
 
-def shared(parts: Sequence[Microbatch | Chunk]) -> int:
-    """Sequences of microbatches or chunks that several ranks hold parts of."""
+def shared(parts: Sequence[Microbatch | EncoderBatch]) -> int:
+    """Sequences of microbatches or encoder batches that several ranks hold parts of."""
     return sum(len(shards) > 1 for part in parts for shards in part.layout.shards)
 
 

@@ -217,9 +217,9 @@ def figures(
         "digests": {name: f"{digest:016x}" for name, _, digest, _ in plan.levels},
         "microbatches": [sum(batch.layout.lengths) for batch in domain.microbatches],
         "items": len(domain.items),
-        "chunks": len(domain.chunks),
+        "chunks": len(domain.encoder_batches),
         "sequences_shared": shared(domain.microbatches),
-        "items_shared": shared(domain.chunks),
+        "items_shared": shared(domain.encoder_batches),
         "rows": sum(item.rows for item in domain.items),
         "rows_shipped": sum(route.moved_rows() for route in domain.routes if route is not None),
         "sent_bytes": {

@@ -61,8 +61,8 @@ def lean_plans(
     table: CostTable,
     scheduled: Callable[[SchedulePolicy, int], DomainPlan],
 ) -> Iterator[DomainPlan]:
-    """Have lean schedules `scheduled`, in turn; those that place chunks under bounds on activations of
-    encoders, shares of all that a rank encodes in the step as `planned`, in bytes.
+    """Have lean schedules `scheduled`, in turn; those that place encoder batches under bounds on activations
+    of encoders, shares of all that a rank encodes in the step as `planned`, in bytes.
     """
     kept = plan_memory(planned, table)
     encoded = (
@@ -71,7 +71,7 @@ def lean_plans(
     )
     most = max(encoded)
     for policy in policies if most else ():
-        for quarters in QUARTERS if policy.quanta else (4,):
+        for quarters in QUARTERS if policy.encoder_batches else (4,):
             yield scheduled(policy, most * quarters // 4)
 
 

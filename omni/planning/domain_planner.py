@@ -4,9 +4,9 @@
     pairing     packs of a domain's replicas → microbatches, which they pass together
     sharing     sequences → the ranks that hold their tokens, and tiles of attention that ranks share
     placement   items → tp groups of the domain, by cost; items encoded with one microbatch on one tp group
-                are a chunk, and such items that all tp groups share are one chunk
+                are an encoder batch, and such items that all tp groups share are one encoder batch
     boundary    rows → the rank that holds their position, by the cheapest transport
-    schedule    chunks and microbatches → ordered ops
+    schedule    encoder batches and microbatches → ordered ops
 
 Pure: no clock, no rank. All ranks of the domain call it with the same arguments and get the same.
 """
@@ -25,7 +25,7 @@ from omni.models.item_layout import LayoutOf, plain_layout
 from omni.planning.candidates import lean_plans, quickest_first
 from omni.planning.microbatches import ReplicaPacks, encoded_with, microbatch_of, packed
 from omni.planning.sample_costs import Costing
-from omni.planning.sharing import Chunking, Sharing, make_chunks, make_quanta
+from omni.planning.sharing import EncoderBatching, Sharing, make_encoder_batches, make_even_encoder_batches
 from parallel.boundary import Route
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable
@@ -52,8 +52,8 @@ is full, none can take more of the tokens that cost less than others, and all wa
 
 
 Chunked = Callable[[Pairs, int, bool], DomainPlan]
-"""A domain with chunks, from the packs that pass together, the quanta of each tp group, and whether chunks
-are coarse.
+"""A domain with encoder batches, from the packs that pass together, the encoder batches of each tp group, and
+whether encoder batches are coarse.
 """
 
 
@@ -89,7 +89,7 @@ class DomainPlanner:
     together, because its layers communicate; `single_queue` asks for op lists that are safe where all
     communication of a rank shares one queue; `encoder_bytes` bounds the activations of each encoder that a
     rank holds, if given; plans that do not fit are not
-    taken if `guarded`; `chunking` makes quanta of work of a domain's items; packs have
+    taken if `guarded`; `encoder_batching` makes encoder batches of a domain's items; packs have
     `microbatch_tokens` / `pack_divisor` tokens at most; `layout_of` says how rows of an item stand.
     """
 
@@ -109,7 +109,7 @@ class DomainPlanner:
     single_queue: bool = False
     encoder_bytes: int | None = None
     guarded: bool = True
-    chunking: Chunking = make_chunks
+    encoder_batching: EncoderBatching = make_encoder_batches
     pack_divisor: int = 1
     layout_of: LayoutOf = plain_layout
 
@@ -147,7 +147,7 @@ class DomainPlanner:
         asked = [own.costs for own in replicas], self._room, self.arrangement.llm.pp
         in_order = cache(partial(self._in_order, replicas, lay, metas))
         if not train:
-            domain = self._with_routes(self._with_chunks(*in_order(self.pairing(*asked), ())), ranks)
+            domain = self._with_routes(self._with_encoder_batches(*in_order(self.pairing(*asked), ())), ranks)
             yield self._with_one_queue(self._with_ops(domain, build_forward_only(domain)))
             return
 
@@ -159,12 +159,12 @@ class DomainPlanner:
             return self.pairing.orders(*asked) if filled else (self.pairing(*asked),)
 
         @cache
-        def chunked(pairs: Pairs, quanta: int, coarse: bool) -> DomainPlan:
-            """With chunks for a schedule; where these stay where they are, with routes."""
-            made = self._with_chunks(*in_order(pairs, reductions), quanta, coarse)
-            return made if quanta else self._with_routes(made, ranks)
+        def batched(pairs: Pairs, each: int, coarse: bool) -> DomainPlan:
+            """With encoder batches for a schedule; where these stay where they are, with routes."""
+            made = self._with_encoder_batches(*in_order(pairs, reductions), each, coarse)
+            return made if each else self._with_routes(made, ranks)
 
-        yield from self._candidates(orders, chunked, ranks, frozenset(frozen), fits)
+        yield from self._candidates(orders, batched, ranks, frozenset(frozen), fits)
 
     def _in_order(
         self,
@@ -192,7 +192,7 @@ class DomainPlanner:
             samples=(),
             microbatches=microbatches,
             items=tuple(items),
-            chunks=(),
+            encoder_batches=(),
             routes=(),
             ops=(),
             reductions=reductions,
@@ -203,7 +203,7 @@ class DomainPlanner:
     def _candidates(
         self,
         orders: Callable[[bool], tuple[Pairs, ...]],
-        chunked: Chunked,
+        batched: Chunked,
         ranks: Sequence[int],
         frozen: frozenset[str],
         fits: Callable[[DomainPlan], bool],
@@ -214,12 +214,12 @@ class DomainPlanner:
 
         def scheduled(policy: SchedulePolicy, most: int | None = None, at_once: bool = True) -> DomainPlan:
             pairs = orders(policy.fills_gaps)[0]
-            return self._scheduled(chunked, ranks, frozen, policy, pairs, most, at_once)
+            return self._scheduled(batched, ranks, frozen, policy, pairs, most, at_once)
 
         def in_other_orders(number: int) -> Iterator[DomainPlan]:
             policy = candidates[number]
             for pairs in orders(policy.fills_gaps)[1:]:
-                yield self._scheduled(chunked, ranks, frozen, policy, pairs)
+                yield self._scheduled(batched, ranks, frozen, policy, pairs)
 
         planned = [scheduled(policy) for policy in candidates]
         apart = [each for each, plan in zip(candidates, planned, strict=True) if _is_at_once(each, plan)]
@@ -255,14 +255,14 @@ class DomainPlanner:
             samples=tuple(replace(domain.samples[i], length=1, targets=()) for i in lasting),
             microbatches=tuple(batches),
             items=(),
-            chunks=(),
+            encoder_batches=(),
             routes=(None,) * count,
         )
         return self._with_ops(after, build_forward_only(after))
 
     def _scheduled(
         self,
-        chunked: Chunked,
+        batched: Chunked,
         ranks: Sequence[int],
         frozen: frozenset[str],
         policy: SchedulePolicy,
@@ -270,14 +270,14 @@ class DomainPlanner:
         encoder_bytes: int | None = None,
         at_once: bool = True,
     ) -> DomainPlan:
-        """Plan the chunks, routes and ops of a domain of global `ranks` by one schedule, ops for a queue for
-        each communicator. Encoders shall hold at most `encoder_bytes`, if given, besides what is configured:
-        a single microbatch may need more. Chunks are coarse where the schedule allows that and nothing bounds
-        what encoders hold; if not `at_once`, each of a single wave.
+        """Plan the encoder batches, routes and ops of a domain of global `ranks` by one schedule, ops for a
+        queue for each communicator. Encoders shall hold at most `encoder_bytes`, if given, besides what is
+        configured: a single microbatch may need more. Encoder batches are coarse where the schedule allows
+        that and nothing bounds what encoders hold; if not `at_once`, each of a single wave.
         """
         most = min((of for of in (encoder_bytes, self.encoder_bytes) if of is not None), default=None)
         coarse = at_once and most is None and (policy.at_once or policy.fills_gaps)
-        domain = chunked(pairs, policy.quanta_for(len(pairs), most is not None), coarse)
+        domain = batched(pairs, policy.encoder_batches_for(len(pairs), most is not None), coarse)
         domain = replace(domain, bounds=self._bounds(domain, policy, most), schedule=policy.name)
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
@@ -285,22 +285,26 @@ class DomainPlanner:
             domain, Facts(costs, kept, self._tp_groups, frozen, self.single_queue and self.party > 1)
         )
         domain = replace(domain, bounds=self._bounds(domain, policy, self.encoder_bytes))
-        if policy.quanta:
+        if policy.encoder_batches:
             domain = self._with_routes(as_ordered(domain, order), ranks)
         return self._with_ops(domain, without_frozen(order, domain, frozen))
 
-    def _with_chunks(
-        self, domain: DomainPlan, waves: Sequence[int], quanta: int = 0, coarse: bool = False
+    def _with_encoder_batches(
+        self, domain: DomainPlan, waves: Sequence[int], each: int = 0, coarse: bool = False
     ) -> DomainPlan:
-        """Make chunks of a domain's items, each encoded with the microbatch that `waves` tell: so many quanta
-        for each tp group, if any, else one for each wave. They are `coarse` where starting them takes long:
-        fewer quanta, or those of a schedule that encodes all items at once.
+        """Make encoder batches of a domain's items, each encoded with the microbatch that `waves` tell: so
+        many for each tp group, if any, else one for each wave. They are `coarse` where starting them takes
+        long: fewer of them, or those of a schedule that encodes all items at once.
         """
-        chunking = partial(make_quanta, count=quanta, coarse=coarse) if quanta else self.chunking
-        if coarse and chunking is make_chunks:
-            chunking = partial(make_chunks, at_once=True)
-        chunks = chunking(domain.items, self._tp_groups, self.sharing, self.table.parts, waves)
-        return replace(domain, chunks=chunks)
+        encoder_batching = (
+            partial(make_even_encoder_batches, count=each, coarse=coarse) if each else self.encoder_batching
+        )
+        if coarse and encoder_batching is make_encoder_batches:
+            encoder_batching = partial(make_encoder_batches, at_once=True)
+        encoder_batches = encoder_batching(
+            domain.items, self._tp_groups, self.sharing, self.table.parts, waves
+        )
+        return replace(domain, encoder_batches=encoder_batches)
 
     def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:
         """Make op lists of an order of compute, with all communication and reductions."""
@@ -410,5 +414,7 @@ class DomainPlanner:
 
 def _is_at_once(policy: SchedulePolicy, domain: DomainPlan) -> bool:
     """Whether a schedule has items of several microbatches encoded together, or shared if it fills gaps."""
-    several = (chunk for chunk in domain.chunks if len(chunk.microbatches) > 1)
+    several = (
+        encoder_batch for encoder_batch in domain.encoder_batches if len(encoder_batch.microbatches) > 1
+    )
     return any(policy.at_once or (policy.fills_gaps and of.layout.num_cp_ranks > 1) for of in several)

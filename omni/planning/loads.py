@@ -21,9 +21,9 @@ def step_flops(spec: RunSpec, plan: StepPlan) -> dict[str, float]:
         load = _whole(batch.layout)
         parts = (spec.work[part_name(LLM, number)] for number in range(domain.num_parts))
         flops[LLM] += sum(_trained(plan, LLM, part.forward(load)) for part in parts) * domain.tp
-    for chunk in domain.chunks:
-        forward = spec.work[chunk.component].forward(_whole(chunk.layout))
-        flops[chunk.component] += _trained(plan, chunk.component, forward) * chunk.tp
+    for encoder_batch in domain.encoder_batches:
+        forward = spec.work[encoder_batch.component].forward(_whole(encoder_batch.layout))
+        flops[encoder_batch.component] += _trained(plan, encoder_batch.component, forward) * encoder_batch.tp
     return flops
 
 
@@ -51,9 +51,9 @@ def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
     for number, name in enumerate(plan.components):
         if name != LLM:
             own = dict.fromkeys(range(*domain.homes[number]), 0)
-            for chunk in domain.chunks:
-                for rank in chunk.ranks if chunk.component == name else ():
-                    own[rank] += spec.table.parts[name].forward_ns(*chunk.share(rank))
+            for encoder_batch in domain.encoder_batches:
+                for rank in encoder_batch.ranks if encoder_batch.component == name else ():
+                    own[rank] += spec.table.parts[name].forward_ns(*encoder_batch.share(rank))
             found[name] = list(own.values())
     return found
 

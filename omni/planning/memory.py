@@ -109,7 +109,7 @@ def _constant(spec: Workload, work: RankWork) -> Parts:
             held += state_of(spec, name, part, work.rank, learns=name in work.learnt)
     held["buffers", LLM] += _inputs(work) + _scratch(work)
     for c, load in work.encodings.items():
-        name = work.domain.chunks[c].component
+        name = work.domain.encoder_batches[c].component
         held["buffers", name] += work.encoders[name].input_bytes(load)
     return held
 
@@ -239,7 +239,7 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[tuple[_Size, ...]]:
 def _goes_back(work: RankWork, op: Op) -> bool:
     """Whether a pass keeps what a backward takes: unless nothing that it takes in or goes through learns."""
     if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
-        return work.domain.chunks[op.index].component in work.trained
+        return work.domain.encoder_batches[op.index].component in work.trained
     return LLM in work.trained or op.part > 0 or _returns(work, op.index)
 
 
@@ -295,7 +295,7 @@ def _route(work: RankWork, op: Op) -> Route:
 
 def _shipping(work: RankWork, op: Op) -> int:
     """Bytes that shipping rows or returning gradients needs at most: what arrives, buffers, and of rows what
-    chunks put out, one after the other, and what leaves. Gradients leave as they are.
+    encoder batches put out, one after the other, and what leaves. Gradients leave as they are.
     """
     route, m = _route(work, op), op.index
     arriving, made = work.rows_out[m], 0
@@ -307,7 +307,7 @@ def _shipping(work: RankWork, op: Op) -> int:
 
 
 def _joined(work: RankWork, m: int) -> int:
-    """Bytes of all rows of the chunks that hold items of a microbatch here."""
+    """Bytes of all rows of the encoder batches that hold items of a microbatch here."""
     return sum(_rows(work, c) for c in work.domain.joined(m, work.domain_rank))
 
 
@@ -333,8 +333,8 @@ def _message(work: RankWork, op: Op) -> int:
 def _let_go_of_frozen(work: RankWork, m: int, held: Held) -> None:
     """Rows of frozen encoders go when the last microbatch that they are of has been shipped."""
     for c in work.encodings:
-        chunk = work.domain.chunks[c]
-        if m == max(chunk.microbatches) and chunk.component not in work.trained:
+        batch = work.domain.encoder_batches[c]
+        if m == max(batch.microbatches) and batch.component not in work.trained:
             held.drop(("encoded", c, 0))
 
 
@@ -366,8 +366,8 @@ def _backward(work: RankWork, op: Op, held: Held) -> None:
 
 
 def _hand_back(work: RankWork, m: int, held: Held) -> None:
-    """Gradients of a microbatch's rows become those of the chunks that put them out: parts of one tensor,
-    which stays while any of them does, or sums of their own with what came before.
+    """Gradients of a microbatch's rows become those of the encoder batches that put them out: parts of one
+    tensor, which stays while any of them does, or sums of their own with what came before.
     """
     learning = _learning(work, m)
     for c in learning:
@@ -397,14 +397,16 @@ def _let_go_of_joined(held: Held) -> None:
 
 
 def _learning(work: RankWork, m: int) -> list[int]:
-    """Chunks of this rank that hold items of a microbatch and take gradients."""
-    chunks = work.domain.chunks
-    return [c for c in work.domain.joined(m, work.domain_rank) if chunks[c].component in work.trained]
+    """Encoder batches of this rank that hold items of a microbatch and take gradients."""
+    encoder_batches = work.domain.encoder_batches
+    return [
+        c for c in work.domain.joined(m, work.domain_rank) if encoder_batches[c].component in work.trained
+    ]
 
 
 def _rows(work: RankWork, c: int) -> int:
-    """Bytes of the rows of a chunk that this rank puts out."""
-    return work.domain.chunks[c].rows_of(work.domain_rank) * work.row_bytes
+    """Bytes of the rows of an encoder batch that this rank puts out."""
+    return work.domain.encoder_batches[c].rows_of(work.domain_rank) * work.row_bytes
 
 
 def _waited(work: RankWork, op: Op, held: Held) -> None:

@@ -11,7 +11,7 @@ from omni.models.llm import NAME as LLM
 from omni.planning.workload import Workload
 from parallel.work import Grad, Load, Part, Work, part_name
 from pipeline.domain_plan import DomainPlan
-from pipeline.loads import chunk_load, pass_load
+from pipeline.loads import encoder_batch_load, pass_load
 from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
 
@@ -21,9 +21,9 @@ class RankWork:
     """What rank `rank`, `domain_rank` of `domain`, does in a step.
 
     `llm` are the parts of the LLM that it holds by number, none beside it, and `passes` its loads by
-    microbatch and part; `encoders` are the parts of encoders that it holds, `encodings` its loads by chunk.
-    `rows_in` and `rows_out` count rows of each microbatch that arrive here and that leave; `trained` names
-    the components that learn, `learnt` those that do or have done so.
+    microbatch and part; `encoders` are the parts of encoders that it holds, `encodings` its loads by encoder
+    batch. `rows_in` and `rows_out` count rows of each microbatch that arrive here and that leave; `trained`
+    names the components that learn, `learnt` those that do or have done so.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class RankWork:
         """The component and part that a compute op runs, and its load."""
         if op.kind in (Kind.FORWARD, Kind.BACKWARD):
             return LLM, self.llm[op.part], self.passes[op.index, op.part]
-        name = self.domain.chunks[op.index].component
+        name = self.domain.encoder_batches[op.index].component
         return name, self.encoders[name], self.encodings[op.index]
 
 
@@ -109,10 +109,12 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
             for p, part in llm.items()
         },
         encodings={
-            c: chunk_load(chunk, domain_rank, spec.work[name], spec.encoders[name].unit, messages=messages)
-            for c, chunk in enumerate(domain.chunks)
-            for name in [chunk.component]
-            if domain_rank in chunk.ranks
+            c: encoder_batch_load(
+                batch, domain_rank, spec.work[name], spec.encoders[name].unit, messages=messages
+            )
+            for c, batch in enumerate(domain.encoder_batches)
+            for name in [batch.component]
+            if domain_rank in batch.ranks
         },
         rows_in=tuple(route.arriving[domain_rank] if route is not None else 0 for route in domain.routes),
         rows_out=tuple(route.leaving[domain_rank] if route is not None else 0 for route in domain.routes),

@@ -18,14 +18,15 @@ from parallel.policies.sharing import NONE
 from parallel.schemes import SequenceCost, choose_tiles, layer_exchange_ns, rank_times
 from parallel.sequence import SequenceLayout
 from parallel.tiles import Tile, pairs_before
-from pipeline.domain_plan import Chunk, Microbatch, PlannedItem
+from pipeline.domain_plan import EncoderBatch, Microbatch, PlannedItem
 from pipeline.policies import TpGroup, spread
 from pipeline.routes import outputs_of
 
 EVEN = 1.01  # of even work, that items take at most, whole or shared at once, for nothing else to be tried
-WORTH = 64  # times what starting a chunk takes, that items of several microbatches take at most together
+# Times what starting an encoder batch takes: items of several microbatches take at most so much together.
+WORTH = 64
 
-Chunking = Callable[
+EncoderBatching = Callable[
     [
         Sequence[PlannedItem],
         Mapping[str, Sequence[TpGroup]],
@@ -33,9 +34,11 @@ Chunking = Callable[
         Mapping[str, WorkCost],
         Sequence[int],
     ],
-    tuple[Chunk, ...],
+    tuple[EncoderBatch, ...],
 ]
-"""From the items of a domain to chunks, in the order of their microbatches: see `make_chunks`."""
+"""From the items of a domain to encoder batches, in the order of their microbatches: see
+`make_encoder_batches`.
+"""
 
 
 @dataclass(frozen=True)
@@ -99,32 +102,32 @@ def lay_out(packs: Sequence[Sequence[int]], lengths: Sequence[int], sharing: Sha
     return Microbatch(samples, layout, sharing.tiles(layout), layer_exchange_ns(layout, sharing.cost))
 
 
-def make_chunks(
+def make_encoder_batches(
     items: Sequence[PlannedItem],
     tp_groups: Mapping[str, Sequence[TpGroup]],
     sharing: Mapping[str, Sharing],
     costs: Mapping[str, WorkCost],
     waves: Sequence[int],
     at_once: bool = False,
-) -> tuple[Chunk, ...]:
+) -> tuple[EncoderBatch, ...]:
     """Share the items of a domain among the tp groups of their components, or place them whole.
 
     `waves` tell the microbatch with which each item is encoded, that of its sample or one before it. Items of
-    one wave on one tp group are a chunk; if any item of a wave is shared, all its items of that component are
-    one chunk of all tp groups. `costs` are those of each component. Where the schedule encodes all items
-    `at_once`, the shared ones of all waves of a component may be one chunk, if that takes less time, and
-    whole ones of consecutive waves on one tp group are one chunk, as long as starting it takes more than 1 /
-    `WORTH` of it.
+    one wave on one tp group are an encoder batch; if any item of a wave is shared, all its items of that
+    component are one encoder batch of all tp groups. `costs` are those of each component. Where the schedule
+    encodes all items `at_once`, the shared ones of all waves of a component may be one encoder batch, if that
+    takes less time, and whole ones of consecutive waves on one tp group are one encoder batch, as long as
+    starting it takes more than 1 / `WORTH` of it.
     """
-    chunks = [
-        chunk
+    encoder_batches = [
+        batch
         for name in sorted(tp_groups)
         if not sharing[name].whole
-        for chunk in _shared_chunks(name, items, tp_groups[name], sharing[name], waves, at_once)
+        for batch in _shared_encoder_batches(name, items, tp_groups[name], sharing[name], waves, at_once)
     ]
-    shared = {number for chunk in chunks for number in chunk.items}
-    barriers = sorted((waves[chunk.items[0]], chunk.component) for chunk in chunks)
-    # Between two shared chunks, whole items find a balance of their own.
+    shared = {number for batch in encoder_batches for number in batch.items}
+    barriers = sorted((waves[batch.items[0]], batch.component) for batch in encoder_batches)
+    # Between two shared encoder batches, whole items find a balance of their own.
     stretches: list[list[int]] = [[] for _ in range(len(barriers) + 1)]
     for number, item in enumerate(items):
         if number not in shared:
@@ -140,11 +143,13 @@ def make_chunks(
             members[starts.get((name, waves[number]), waves[number]), name, tp_group].append(number)
     for (_, name, tp_group), numbers in members.items():
         layout = SequenceLayout.whole([items[i].tokens for i in numbers], [0] * len(numbers), 1)
-        chunks.append(_chunk(items, numbers, tp_group, layout, sharing[name]))
-    return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.ranks)))
+        encoder_batches.append(_encoder_batch(items, numbers, tp_group, layout, sharing[name]))
+    return tuple(
+        sorted(encoder_batches, key=lambda batch: (batch.microbatches, batch.component, batch.ranks))
+    )
 
 
-def make_quanta(
+def make_even_encoder_batches(
     items: Sequence[PlannedItem],
     tp_groups: Mapping[str, Sequence[TpGroup]],
     sharing: Mapping[str, Sharing],
@@ -152,34 +157,41 @@ def make_quanta(
     waves: Sequence[int],
     count: int,
     coarse: bool = False,
-) -> tuple[Chunk, ...]:
-    """Share the items of a domain as `make_chunks` does, but leave open who takes those that stay whole.
+) -> tuple[EncoderBatch, ...]:
+    """Share the items of a domain as `make_encoder_batches` does, but leave open who takes those that stay
+    whole.
 
-    They come in the order of their `waves` to quanta of about equal cost, `count` for each tp group of their
-    encoder: a quantum holds whole items, of several microbatches if need be, or a single one that costs more.
-    Each stands on its encoder's first tp group, until a schedule places it.
+    They come in the order of their `waves` to encoder batches of about equal cost, `count` for each tp group
+    of their encoder: an encoder batch holds whole items, of several microbatches if need be, or a single one
+    that costs more. Each stands on its encoder's first tp group, until a schedule places it.
 
-    Where they are to be `coarse`, what is shared of all waves may be one chunk, as `at_once` there, and there
-    are as few quanta as starting them is worth: of w work on a tp group in q quanta, each of which takes s to
-    start, starting takes q s, and gaps as long as a quantum's work stay empty, w / q. Both together are least
-    at the square root of w / s.
+    Where they are to be `coarse`, what is shared of all waves may be one encoder batch, as `at_once` there,
+    and there are as few encoder batches as starting them is worth: of w work on a tp group in q batches, each
+    of which takes s to start, starting takes q s, and gaps as long as a batch's work stay empty, w / q. Both
+    together are least at the square root of w / s.
     """
-    chunks: list[Chunk] = []
+    encoder_batches: list[EncoderBatch] = []
     for name in sorted(tp_groups):
         own = sharing[name]
-        together = [] if own.whole else list(_shared_chunks(name, items, tp_groups[name], own, waves, coarse))
-        shared = {number for chunk in together for number in chunk.items}
+        together = (
+            []
+            if own.whole
+            else list(_shared_encoder_batches(name, items, tp_groups[name], own, waves, coarse))
+        )
+        shared = {number for batch in together for number in batch.items}
         whole = [n for n, item in enumerate(items) if item.component == name and n not in shared]
         whole.sort(key=waves.__getitem__)
         work = [_marginal_ns(costs, items[n]) for n in whole]
-        chunks += together
+        encoder_batches += together
         each = count
         if coarse:
             each = min(count, max(1, isqrt(sum(work) // (len(tp_groups[name]) * _starting_ns(costs[name])))))
         for numbers in _cut_evenly(whole, work, each * len(tp_groups[name])):
             layout = SequenceLayout.whole([items[n].tokens for n in numbers], [0] * len(numbers), 1)
-            chunks.append(_chunk(items, numbers, tp_groups[name][0], layout, own))
-    return tuple(sorted(chunks, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.items)))
+            encoder_batches.append(_encoder_batch(items, numbers, tp_groups[name][0], layout, own))
+    return tuple(
+        sorted(encoder_batches, key=lambda batch: (batch.microbatches, batch.component, batch.items))
+    )
 
 
 def _marginal_ns(costs: Mapping[str, WorkCost], item: PlannedItem) -> int:
@@ -201,8 +213,8 @@ def _starts(
     tp_groups: Mapping[str, Sequence[TpGroup]],
 ) -> dict[tuple[str, int], int]:
     """By component and wave, the first of the consecutive waves whose items, with `numbers`, of so much
-    `work`, are encoded together: as few as starting their chunks is worth. A wave that is worth it by itself
-    stays apart, since rows of others would only wait for it.
+    `work`, are encoded together: as few as starting their encoder batches is worth. A wave that is worth it
+    by itself stays apart, since rows of others would only wait for it.
     """
     of_wave: dict[str, Counter[int]] = defaultdict(Counter)
     for number, ns in zip(numbers, work, strict=True):
@@ -234,14 +246,14 @@ def _cut_evenly(numbers: Sequence[int], costs: Sequence[int], count: int) -> Ite
         yield run
 
 
-def _shared_chunks(
+def _shared_encoder_batches(
     component: str,
     items: Sequence[PlannedItem],
     tp_groups: Sequence[TpGroup],
     sharing: Sharing,
     waves: Sequence[int],
     at_once: bool = False,
-) -> Iterator[Chunk]:
+) -> Iterator[EncoderBatch]:
     """The waves of which items are shared, or all of them as one."""
     batches: dict[int, list[int]] = defaultdict(list)
     for number, item in enumerate(items):
@@ -257,15 +269,15 @@ def _shared_chunks(
     together = sharing.layout([[items[i].tokens for i in numbers]]) if at_once and len(lengths) > 1 else None
     together_ns = whole_ns if together is None else sharing.slowest_ns(together)
     if together is not None and together_ns <= EVEN * even_ns:
-        yield _chunk(items, numbers, everyone, together, sharing)
+        yield _encoder_batch(items, numbers, everyone, together, sharing)
         return
     layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
     shared = worth_sharing(lengths, layouts, sharing)
     if together is not None and shared and together_ns < _taken_ns(shared, lengths, layouts, sharing):
-        yield _chunk(items, numbers, everyone, together, sharing)
+        yield _encoder_batch(items, numbers, everyone, together, sharing)
         return
     for microbatch in shared:
-        yield _chunk(items, batches[microbatch], everyone, layouts[microbatch], sharing)
+        yield _encoder_batch(items, batches[microbatch], everyone, layouts[microbatch], sharing)
 
 
 def worth_sharing(
@@ -324,15 +336,15 @@ def _makespan(costs: Sequence[int], ranks: int) -> int:
     return max(loads)
 
 
-def _chunk(
+def _encoder_batch(
     items: Sequence[PlannedItem],
     numbers: Sequence[int],
     ranks: TpGroup,
     layout: SequenceLayout,
     sharing: Sharing,
-) -> Chunk:
+) -> EncoderBatch:
     first, tp = items[numbers[0]], len(ranks) // layout.num_cp_ranks
-    return Chunk(
+    return EncoderBatch(
         component=first.component,
         microbatches=tuple(sorted({items[number].microbatch for number in numbers})),
         ranks=ranks,

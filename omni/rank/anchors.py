@@ -9,14 +9,14 @@ import torch.distributed as dist
 
 from omni.models.followed import Followed
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
-from omni.rank.inputs import ChunkInputs
+from omni.rank.inputs import EncoderBatchInputs
 from parallel.tp_rows import own_rows
 from pipeline.behind import Behind
 
 
 @dataclass(frozen=True)
 class EncoderAnchor:
-    """Encodes chunks with `module`, the encoder `name`, shared by the ranks of `tp`, for `num_points` attach
+    """Encodes with `module`, the encoder `name`, shared by the ranks of `tp`, for `num_points` attach
     points.
     """
 
@@ -30,7 +30,7 @@ class EncoderAnchor:
     def __post_init__(self) -> None:
         put_off_in(self.module, self.deferral)
 
-    def encode(self, inputs: ChunkInputs) -> torch.Tensor:
+    def encode(self, inputs: EncoderBatchInputs) -> torch.Tensor:
         """Packed items → this rank's share of their rows [r, D], point after point.
 
         Raises:

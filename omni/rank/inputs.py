@@ -31,14 +31,14 @@ from parallel.packed import PackedTokens, Sharding
 from parallel.sequence import Shard
 from parallel.shipping import make_ends
 from pipeline.anchor import StepInputs
-from pipeline.domain_plan import Chunk, DomainPlan, Microbatch
+from pipeline.domain_plan import DomainPlan, EncoderBatch, Microbatch
 
 
 @dataclass(frozen=True)
-class ChunkInputs:
-    """A chunk's items on this rank's tp group, packed: values [T, ...], positions [T, A] and how attention
-    divides them. `row_counts` are the rows that each rank of the tp group passes on, `samples` the names of
-    the samples that the items belong to.
+class EncoderBatchInputs:
+    """An encoder batch's items on this rank's tp group, packed: values [T, ...], positions [T, A] and how
+    attention divides them. `row_counts` are the rows that each rank of the tp group passes on, `samples` the
+    names of the samples that the items belong to.
     """
 
     values: torch.Tensor
@@ -112,18 +112,18 @@ class Assembler:
 
     def items(self, domain: DomainPlan) -> list[int]:
         """Return the items that this rank encodes any of, in the order of loading."""
-        return [i for chunk in domain.chunks for i, _ in self.shards(chunk)]
+        return [i for encoder_batch in domain.encoder_batches for i, _ in self.shards(encoder_batch)]
 
-    def shards(self, chunk: Chunk) -> list[tuple[int, list[Shard]]]:
-        """Return the items of a chunk that this rank's tp group encodes any of, by number, with its
+    def shards(self, encoder_batch: EncoderBatch) -> list[tuple[int, list[Shard]]]:
+        """Return the items of an encoder batch that this rank's tp group encodes any of, by number, with its
         shards.
         """
-        if self.place.domain_rank not in chunk.ranks:
+        if self.place.domain_rank not in encoder_batch.ranks:
             return []
-        tp_group = chunk.tp_group(self.place.domain_rank)
+        tp_group = encoder_batch.tp_group(self.place.domain_rank)
         found = (
             (i, [s for s in shards if s.cp_rank == tp_group and s.length])
-            for i, shards in zip(chunk.items, chunk.layout.shards, strict=True)
+            for i, shards in zip(encoder_batch.items, encoder_batch.layout.shards, strict=True)
         )
         return [(i, own) for i, own in found if own]
 
@@ -162,13 +162,13 @@ class Assembler:
             for batch in (domain.microbatches if in_llm else ())
         ]
         items = dict(zip(self.items(domain), fetched.items, strict=True))
-        chunks = {
-            number: self._chunk(domain, number, items)
-            for number, chunk in enumerate(domain.chunks)
-            if domain_rank in chunk.ranks
+        encoder_batches = {
+            number: self._encoder_batch(domain, number, items)
+            for number, encoder_batch in enumerate(domain.encoder_batches)
+            if domain_rank in encoder_batch.ranks
         }
         ends = tuple(None if route is None else make_ends(route, domain_rank) for route in domain.routes)
-        return StepInputs(tuple(microbatches), chunks, ends)
+        return StepInputs(tuple(microbatches), encoder_batches, ends)
 
     def _microbatch(
         self,
@@ -214,14 +214,16 @@ class Assembler:
             tensors |= {name: torch.from_numpy(array) for name, array in wanted.items()}
         return MicrobatchInputs(packed=packed, **tensors)
 
-    def _chunk(self, domain: DomainPlan, number: int, items: Mapping[int, ItemArrays | None]) -> ChunkInputs:
-        """Pack this rank's items of a chunk, of which one that could not be prepared is None."""
-        chunk = domain.chunks[number]
-        encoder = self.encoders[chunk.component]
-        tp_group = chunk.tp_group(self.place.domain_rank)
+    def _encoder_batch(
+        self, domain: DomainPlan, number: int, items: Mapping[int, ItemArrays | None]
+    ) -> EncoderBatchInputs:
+        """Pack this rank's items of an encoder batch, of which one that could not be prepared is None."""
+        encoder_batch = domain.encoder_batches[number]
+        encoder = self.encoders[encoder_batch.component]
+        tp_group = encoder_batch.tp_group(self.place.domain_rank)
         pieces = []
         names = []
-        for i, shards in self.shards(chunk):
+        for i, shards in self.shards(encoder_batch):
             sample = domain.samples[domain.items[i].sample]
             names.append(f"{sample.source}, sample {sample.id}, item {domain.items[i].index}")
             length = domain.items[i].tokens
@@ -230,20 +232,23 @@ class Assembler:
             found = (len(item.values), len(item.positions))
             if found != (length, length):
                 raise DataError(
-                    f"{names[-1]}: {chunk.component} made {found[0]} tokens with {found[1]} positions of it, "
+                    f"{names[-1]}: {encoder_batch.component} made {found[0]} tokens with "
+                    f"{found[1]} positions of it, "
                     f"and its count() tells {length}: make count() and preprocess() agree"
                 )
             pieces += [item.part(s.start, s.start + s.length) for s in shards]
-        tail = chunk.tail(self.place.domain_rank, encoder.unit)
+        tail = encoder_batch.tail(self.place.domain_rank, encoder.unit)
         if tail:
             pieces.append(_silence(encoder, tail))
         values = transferred(encoder, np.concatenate([piece.values for piece in pieces]), self.place.device)
         positions = torch.from_numpy(np.concatenate([piece.positions for piece in pieces]))
-        grids = tuple(domain.items[i].grid for i in chunk.items)
-        sharding = Sharding(chunk.layout, chunk.tiles, tp_group, tail, chunk.tp, grids)
+        grids = tuple(domain.items[i].grid for i in encoder_batch.items)
+        sharding = Sharding(
+            encoder_batch.layout, encoder_batch.tiles, tp_group, tail, encoder_batch.tp, grids
+        )
         packed = encoder.pack(sharding, positions, self.place.dtype, self.place.device)
-        counts = chunk.rows[tp_group * chunk.tp : (tp_group + 1) * chunk.tp]
-        return ChunkInputs(values, positions, packed, counts, tuple(names))
+        counts = encoder_batch.rows[tp_group * encoder_batch.tp : (tp_group + 1) * encoder_batch.tp]
+        return EncoderBatchInputs(values, positions, packed, counts, tuple(names))
 
 
 def _cost(meta: SampleMeta, index: int) -> int:

@@ -22,7 +22,7 @@ from pipeline.builders.schedule import (
     SchedulePolicy,
     as_ordered,
     build_forward_only,
-    chunks_by_team,
+    encoder_batches_by_team,
     without_frozen,
 )
 from pipeline.builders.uniform import JOINT_UNIFORM
@@ -46,6 +46,6 @@ __all__ = [
     "SchedulePolicy",
     "as_ordered",
     "build_forward_only",
-    "chunks_by_team",
+    "encoder_batches_by_team",
     "without_frozen",
 ]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 
 from parallel.work import Grad
-from pipeline.builders.schedule import Facts, Order, SchedulePolicy, chunks_by_team
+from pipeline.builders.schedule import Facts, Order, SchedulePolicy, encoder_batches_by_team
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
 
@@ -116,7 +116,7 @@ def encoders_around(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
     """All encoder forwards, then the passes of the LLM, then all encoder backwards."""
     order = []
     parts = domain.num_parts // domain.num_stages
-    for team, mine in enumerate(chunks_by_team(domain)):
+    for team, mine in enumerate(encoder_batches_by_team(domain)):
         stage = domain.stage(team * domain.team)
         count = len(domain.microbatches)
         between = [] if stage is None else passes(domain.num_stages, parts, count, stage)

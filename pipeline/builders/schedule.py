@@ -19,22 +19,23 @@ from pipeline.rules.memory import Kept
 Order = list[list[Op]]
 
 
-class TeamChunk(NamedTuple):
-    """A chunk that a team encodes: its number, and the first and last of its microbatches."""
+class TeamEncoderBatch(NamedTuple):
+    """An encoder batch that a team encodes: its number, and the first and last of its microbatches."""
 
     number: int
     first: int
     last: int
 
 
-MANY_QUANTA = 64
+MANY_ENCODER_BATCHES = 64
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a schedule may be built by, beside the domain: what ops take (`costs`) and keep (`kept`), where a
-    chunk of an encoder may run (`tp_groups`), the components that do not learn in this step (`frozen`), and
-    whether passes stand in `one_queue` with messages, which then wait until both ends are between two ops.
+    """What a schedule may be built by, beside the domain: what ops take (`costs`) and keep (`kept`), where an
+    encoder batch of an encoder may run (`tp_groups`), the components that do not learn in this step
+    (`frozen`), and whether passes stand in `one_queue` with messages, which then wait until both ends are
+    between two ops.
     """
 
     costs: Costs
@@ -50,7 +51,7 @@ Builder = Callable[[DomainPlan, Facts], Order]
 
 @dataclass(frozen=True)
 class SchedulePolicy(Policy):
-    """In which order the teams of a domain run its chunks and microbatches in training.
+    """In which order the teams of a domain run its encoder batches and microbatches in training.
 
     `decide` takes a DomainPlan without ops and its `Facts`, and returns for each team its compute ops in
     order; communication and waits are inserted afterwards, by rules that are the same for all
@@ -61,22 +62,23 @@ class SchedulePolicy(Policy):
     holds at most, as 1F1B unless given: with their sizes, the bound that the plan carries. `parts` is how
     many parts of the LLM on a rank it can order at most, None for any number.
 
-    A schedule with `quanta` says where chunks run: a chunk of one tp group goes where the order encodes it.
-    Items that stay whole come to it as about so many chunks for each tp group and microbatch, or in long
-    steps as `quanta_for` says, of about equal cost, and routes are planned after it. They are fewer where
-    starting them takes more than they fill of a pipeline's gaps, unless the schedule is `uniform`. Of a
-    policy with `candidates` nothing else counts: the planner plans with each of them and keeps what takes the
-    least simulated time. One that encodes all items `at_once`, before any pass of the LLM, has those of
-    several microbatches encoded together where that takes less time. One that is `deep` holds about twice the
-    activations of 1F1B, and is tried only if what fits is known. Where no candidate fits, those that are
-    `lean` are tried in turn; of these, schedules that place chunks under bounds on what encoders hold.
+    A schedule with `encoder_batches` says where encoder batches run: one of a single tp group goes where the
+    order encodes it. Items that stay whole come to it as about so many encoder batches for each tp group and
+    microbatch, or in long steps as `encoder_batches_for` says, of about equal cost, and routes are planned
+    after it. They are fewer where starting them takes more than they fill of a pipeline's gaps, unless the
+    schedule is `uniform`. Of a policy with `candidates` nothing else counts: the planner plans with each of
+    them and keeps what takes the least simulated time. One that encodes all items `at_once`, before any pass
+    of the LLM, has those of several microbatches encoded together where that takes less time. One that is
+    `deep` holds about twice the activations of 1F1B, and is tried only if what fits is known. Where no
+    candidate fits, those that are `lean` are tried in turn; of these, schedules that place encoder batches
+    under bounds on what encoders hold.
     """
 
     group: ClassVar[str] = "omni.schedule"
 
     in_flight: Callable[[DomainPlan, int], int] = lambda domain, part: domain.num_parts - part
     parts: int | None = 1
-    quanta: int = 0
+    encoder_batches: int = 0
     uniform: bool = False
     at_once: bool = False
     deep: bool = False
@@ -85,17 +87,18 @@ class SchedulePolicy(Policy):
 
     @property
     def fills_gaps(self) -> bool:
-        """Whether it places chunks in the gaps that passes leave."""
-        return self.quanta > 0 and not self.uniform
+        """Whether it places encoder batches in the gaps that passes leave."""
+        return self.encoder_batches > 0 and not self.uniform
 
-    def quanta_for(self, microbatches: int, bounded: bool) -> int:
-        """Return how many chunks each tp group has in a step of so many microbatches: `quanta` for each.
+    def encoder_batches_for(self, microbatches: int, bounded: bool) -> int:
+        """Return how many encoder batches each tp group has in a step of so many microbatches:
+        `encoder_batches` for each.
 
-        Beyond 64 in all one for each is enough, since coarse quanta fit the gaps of a long step as well;
-        but not where activations are `bounded` and only few quanta may be alive.
+        Beyond 64 in all one for each is enough, since coarse encoder batches fit the gaps of a long step as
+        well; but not where activations are `bounded` and only few encoder batches may be alive.
         """
-        each = self.quanta * microbatches
-        return each if bounded else min(each, max(MANY_QUANTA, microbatches))
+        each = self.encoder_batches * microbatches
+        return each if bounded else min(each, max(MANY_ENCODER_BATCHES, microbatches))
 
     def __call__(self, domain: DomainPlan, facts: Facts) -> Order:
         """Order the compute of every team.
@@ -117,45 +120,47 @@ def candidates_of(
 
     Of these, schedules for any number of parts are tried where there are several, and deep ones only where
     plans are `guarded` by what devices hold. With one stage nothing idles that could be filled: those are
-    tried then that neither split backwards nor place chunks.
+    tried then that neither split backwards nor place encoder batches.
     """
     if not policy.candidates:
         return (policy,)
     usable = tuple(each for each in policy.candidates if guarded or not each.deep)
     usable = tuple(each for each in usable if (each.parts is None) == (parts > 1))
-    plain = (each for each in usable if not each.quanta and each.in_flight is SchedulePolicy.in_flight)
+    plain = (
+        each for each in usable if not each.encoder_batches and each.in_flight is SchedulePolicy.in_flight
+    )
     return (tuple(plain) if stages == 1 else ()) or usable
 
 
 def lean_of(policy: SchedulePolicy, parts: int, stages: int) -> tuple[SchedulePolicy, ...]:
     """Return the schedules to try in turn where none of `candidates_of` fits. With one stage nothing places
-    chunks better than just in time.
+    encoder batches better than just in time.
     """
     usable = (each for each in policy.lean if (each.parts is None) == (parts > 1))
-    return tuple(each for each in usable if stages > 1 or not each.quanta)
+    return tuple(each for each in usable if stages > 1 or not each.encoder_batches)
 
 
 def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:
-    """Return a domain with its chunks of one tp group on the ranks that encode them in an order."""
+    """Return a domain with its encoder batches of one tp group on the ranks that encode them in an order."""
     teams: dict[int, list[int]] = {}
     for team, ops in enumerate(order):
         for op in ops:
             if op.kind is Kind.ENCODE:
                 teams.setdefault(op.index, []).append(team)
     size = domain.team
-    chunks = [
-        replace(chunk, ranks=tuple(range(of[0] * size, (of[-1] + 1) * size)))
-        if chunk.layout.num_cp_ranks == 1 and (of := teams.get(number))
-        else chunk
-        for number, chunk in enumerate(domain.chunks)
+    encoder_batches = [
+        replace(batch, ranks=tuple(range(of[0] * size, (of[-1] + 1) * size)))
+        if batch.layout.num_cp_ranks == 1 and (of := teams.get(number))
+        else batch
+        for number, batch in enumerate(domain.encoder_batches)
     ]
-    return replace(domain, chunks=tuple(chunks))
+    return replace(domain, encoder_batches=tuple(encoder_batches))
 
 
 def build_forward_only(domain: DomainPlan) -> Order:
     """Evaluation: each microbatch's encoder work, then its forward through all parts; nothing goes back."""
     order = []
-    for team, mine in enumerate(chunks_by_team(domain)):
+    for team, mine in enumerate(encoder_batches_by_team(domain)):
         ops = []
         for m in range(len(domain.microbatches)):
             ops += [Op(Kind.ENCODE, c) for c, first, _ in mine if first == m]
@@ -164,14 +169,14 @@ def build_forward_only(domain: DomainPlan) -> Order:
     return order
 
 
-def chunks_by_team(domain: DomainPlan) -> Iterator[list[TeamChunk]]:
-    """Yield for each team its chunks, earlier microbatches first: an order that ranks which encode together
-    share, wherever they stand.
+def encoder_batches_by_team(domain: DomainPlan) -> Iterator[list[TeamEncoderBatch]]:
+    """Yield for each team its encoder batches, earlier microbatches first: an order that ranks which encode
+    together share, wherever they stand.
     """
-    mine: list[list[TeamChunk]] = [[] for _ in domain.teams]
-    for number, chunk in sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatches):
-        entry = TeamChunk(number, chunk.microbatches[0], chunk.microbatches[-1])
-        for rank in range(chunk.ranks[0], chunk.ranks[-1] + 1, domain.team):
+    mine: list[list[TeamEncoderBatch]] = [[] for _ in domain.teams]
+    for number, batch in sorted(enumerate(domain.encoder_batches), key=lambda entry: entry[1].microbatches):
+        entry = TeamEncoderBatch(number, batch.microbatches[0], batch.microbatches[-1])
+        for rank in range(batch.ranks[0], batch.ranks[-1] + 1, domain.team):
             mine[rank // domain.team].append(entry)
     yield from mine
 
@@ -180,7 +185,7 @@ def without_frozen(order: Order, domain: DomainPlan, frozen: frozenset[str]) -> 
     """Drop what is not run for components frozen this step: the backward of encoders, and the gradients of
     the LLM's weights, through which the others' gradients still pass.
     """
-    idle = {number for number, chunk in enumerate(domain.chunks) if chunk.component in frozen}
+    idle = {number for number, batch in enumerate(domain.encoder_batches) if batch.component in frozen}
 
     def runs(op: Op) -> bool:
         if op.kind is Kind.BACKWARD:

@@ -11,12 +11,14 @@ from pipeline.rules.lists import Fields, fields, who
 _NEEDY = frozenset(Kind) - {Kind.WAIT, Kind.ENCODE, Kind.RECV_FORWARD, Kind.RECV_BACKWARD}
 
 
-def data_order(plan: StepPlan, team: int, ops: Sequence[Fields], chunks: Sequence[int]) -> Iterator[str]:
-    """Compare the list of a team, which should encode `chunks`, with what each op needs."""
+def data_order(
+    plan: StepPlan, team: int, ops: Sequence[Fields], encoder_batches: Sequence[int]
+) -> Iterator[str]:
+    """Compare the list of a team, which should encode `encoder_batches`, with what each op needs."""
     place: dict[Fields, int] = {}
     for at, op in enumerate(ops):
         place.setdefault(op, at)
-    needs = _Needs(plan, team, place, chunks)
+    needs = _Needs(plan, team, place, encoder_batches)
     for op, at in place.items():
         if op[0] in _NEEDY:
             for before in needs.of(op):
@@ -26,10 +28,12 @@ def data_order(plan: StepPlan, team: int, ops: Sequence[Fields], chunks: Sequenc
 
 class _Needs:
     """What must come before an op in the list of its team, where `place` has the ops of the list, and
-    `chunks` are those that the team should encode.
+    `encoder_batches` are those that the team should encode.
     """
 
-    def __init__(self, plan: StepPlan, team: int, place: dict[Fields, int], chunks: Sequence[int]) -> None:
+    def __init__(
+        self, plan: StepPlan, team: int, place: dict[Fields, int], encoder_batches: Sequence[int]
+    ) -> None:
         domain = plan.domain
         self.domain, self.components, self.place = domain, plan.components, place
         self.parts = domain.holds[team]
@@ -40,14 +44,14 @@ class _Needs:
         for op in place:
             kind, index, _, part, _ = op
             if kind is Kind.ENCODE:
-                for m in domain.chunks[index].microbatches:
+                for m in domain.encoder_batches[index].microbatches:
                     self.encodes[m].append(op)
             elif kind in BACKWARDS:
-                component = llm if kind is Kind.BACKWARD else domain.chunks[index].component
+                component = llm if kind is Kind.BACKWARD else domain.encoder_batches[index].component
                 self.gradients[component, part].append(op)
-        for c in chunks:
+        for c in encoder_batches:
             if (encode := fields(Kind.ENCODE, c)) not in place:
-                for m in domain.chunks[c].microbatches:
+                for m in domain.encoder_batches[c].microbatches:
                     self.encodes[m].append(encode)
 
     def of(self, op: Fields) -> Iterator[Fields]:
@@ -70,7 +74,7 @@ class _Needs:
                 yield self.backward(m, own)
         elif kind is Kind.ENCODE_BACKWARD:
             yield fields(Kind.ENCODE, m)
-            for batch in self.domain.chunks[m].microbatches:
+            for batch in self.domain.encoder_batches[m].microbatches:
                 yield fields(Kind.WAIT, batch, on=Kind.RETURN)
         elif kind is Kind.REDUCE:
             yield from self.before_reduction(m, part)

@@ -36,10 +36,10 @@ def who(domain: DomainPlan, team: int) -> str:
     )
 
 
-def chunks_by_team(domain: DomainPlan) -> list[list[int]]:
-    """Return the chunks that each team encodes, by number."""
+def encoder_batches_by_team(domain: DomainPlan) -> list[list[int]]:
+    """Return the encoder batches that each team encodes, by number."""
     found: list[list[int]] = [[] for _ in domain.teams]
-    for c, chunk in enumerate(domain.chunks):
-        for rank in range(chunk.ranks[0], chunk.ranks[-1] + 1, domain.team):
+    for c, batch in enumerate(domain.encoder_batches):
+        for rank in range(batch.ranks[0], batch.ranks[-1] + 1, domain.team):
             found[rank // domain.team].append(c)
     return found

@@ -48,7 +48,7 @@ def peaks(plan: StepPlan, kept: Kept) -> Iterator[PartPeak]:
         held: dict[tuple[str, int], int] = {}
         for op in ops:
             if op.kind in ENCODES:
-                part = domain.chunks[op.index].component
+                part = domain.encoder_batches[op.index].component
             elif op.kind in (Kind.FORWARD, Kind.BACKWARD):
                 part = names[op.part]
             else:

@@ -15,17 +15,19 @@ _ONCE = COMPUTE | {Kind.REDUCE}
 
 
 def everything_once(plan: StepPlan, lists: Lists) -> Iterator[str]:
-    """Each item is in one chunk, which its ranks run once; each pass and each reduction happens once."""
+    """Each item is in one encoder batch, which its ranks run once; each pass and each reduction happens
+    once.
+    """
     domain = plan.domain
     homes = dict(zip(plan.components, domain.homes, strict=True))
-    owners = Counter(number for chunk in domain.chunks for number in chunk.items)
+    owners = Counter(number for batch in domain.encoder_batches for number in batch.items)
     for number in range(len(domain.items)):
         if owners[number] != 1:
             yield f"R5: item {number} is in {owners[number]} chunks"
-    for c, chunk in enumerate(domain.chunks):
-        first, stop = homes[chunk.component]
-        if not (first <= chunk.ranks[0] and chunk.ranks[-1] < stop):
-            yield f"R5: chunk {c} is on positions {chunk.ranks}, which do not all hold {chunk.component}"
+    for c, batch in enumerate(domain.encoder_batches):
+        first, stop = homes[batch.component]
+        if not (first <= batch.ranks[0] and batch.ranks[-1] < stop):
+            yield f"R5: chunk {c} is on positions {batch.ranks}, which do not all hold {batch.component}"
     for team, (ops, own) in enumerate(zip(lists, _expected(plan), strict=True)):
         counts = Counter([op for op in ops if op[0] in _ONCE])
         if counts != own:
@@ -54,9 +56,9 @@ def _expected(plan: StepPlan) -> list[dict[Fields, int]]:
     """What each team must run once; a backward as a whole."""
     domain = plan.domain
     expected: list[dict[Fields, int]] = [{} for _ in domain.teams]
-    for c, chunk in enumerate(domain.chunks):
-        for kind in ENCODES if plan.trains(chunk.component) else ENCODES[:1]:
-            for rank in range(chunk.ranks[0], chunk.ranks[-1] + 1, domain.team):
+    for c, batch in enumerate(domain.encoder_batches):
+        for kind in ENCODES if plan.trains(batch.component) else ENCODES[:1]:
+            for rank in range(batch.ranks[0], batch.ranks[-1] + 1, domain.team):
                 expected[rank // domain.team][fields(kind, c)] = 1
     for number, component in enumerate(plan.components):
         if plan.trains(component):
@@ -76,7 +78,7 @@ def _why(op: Fields, plan: StepPlan) -> str:
     """The reason for how often an op runs."""
     kind, index, *_ = op
     if kind in ENCODES:
-        return f"a chunk of positions {plan.domain.chunks[index].ranks}"
+        return f"a chunk of positions {plan.domain.encoder_batches[index].ranks}"
     return plan.components[index] if kind is Kind.REDUCE else "a microbatch passes every part"
 
 

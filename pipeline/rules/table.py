@@ -1,4 +1,5 @@
-"""R5, first half: a plan says one thing of where parts and chunks live, and its ops are of what it has.
+"""R5, first half: a plan says one thing of where parts and encoder batches live, and its ops are of what it
+has.
 
 Where it does not, no other rule can be checked.
 """
@@ -37,34 +38,34 @@ def unclear_table(domain: DomainPlan) -> Iterator[str]:
         yield f"R5: there are {len(domain.ops)} op lists for {len(domain.holds)} teams"
 
 
-def unclear_chunks(domain: DomainPlan) -> Iterator[str]:
-    """Chunks that say different things of their work: nothing else can be checked."""
-    for c, chunk in enumerate(domain.chunks):
-        items = [domain.items[i] for i in chunk.items if 0 <= i < len(domain.items)]
-        groups, ranks = chunk.layout.num_cp_ranks, chunk.ranks
-        if len(items) < len(chunk.items) or {i.component for i in items} != {chunk.component}:
+def unclear_encoder_batches(domain: DomainPlan) -> Iterator[str]:
+    """Encoder batches that say different things of their work: nothing else can be checked."""
+    for c, batch in enumerate(domain.encoder_batches):
+        items = [domain.items[i] for i in batch.items if 0 <= i < len(domain.items)]
+        groups, ranks = batch.layout.num_cp_ranks, batch.ranks
+        if len(items) < len(batch.items) or {i.component for i in items} != {batch.component}:
             yield f"R5: chunk {c} holds items of another component, or of none"
-        elif chunk.microbatches != tuple(sorted({i.microbatch for i in items})):
-            yield f"R5: chunk {c} is of microbatches {chunk.microbatches}, which are not those of its items"
-        elif chunk.layout.lengths != tuple(item.tokens for item in items):
-            yield f"R5: chunk {c} divides {chunk.layout.lengths} tokens, which are not those of its items"
+        elif batch.microbatches != tuple(sorted({i.microbatch for i in items})):
+            yield f"R5: chunk {c} is of microbatches {batch.microbatches}, which are not those of its items"
+        elif batch.layout.lengths != tuple(item.tokens for item in items):
+            yield f"R5: chunk {c} divides {batch.layout.lengths} tokens, which are not those of its items"
         elif not ranks or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
             yield f"R5: chunk {c} is on positions {ranks}, which are not neighbours"
-        elif ranks[0] % domain.team or (len(ranks) % groups == 0 and chunk.tp % domain.team):
+        elif ranks[0] % domain.team or (len(ranks) % groups == 0 and batch.tp % domain.team):
             yield (
                 f"R5: chunk {c} is on {groups} slots of positions {ranks}, which are not whole teams of "
                 f"{domain.team}"
             )
         elif ranks[-1] >= domain.num_ranks:
             yield f"R5: chunk {c} is on positions {ranks} of {domain.num_ranks}"
-        elif len(ranks) % groups or chunk.outputs != outputs_of(
-            chunk.items, domain.items, chunk.layout, chunk.tp, len(domain.fed_by(chunk.component))
+        elif len(ranks) % groups or batch.outputs != outputs_of(
+            batch.items, domain.items, batch.layout, batch.tp, len(domain.fed_by(batch.component))
         ):
-            yield f"R5: chunk {c} puts out {chunk.rows} rows, not those of its items on {groups} slots"
+            yield f"R5: chunk {c} puts out {batch.rows} rows, not those of its items on {groups} slots"
 
 
 def unknown_ops(plan: StepPlan, lists: Lists) -> Iterator[str]:
-    """Ops of chunks, components, parts or microbatches that the plan does not have."""
+    """Ops of encoder batches, components, parts or microbatches that the plan does not have."""
     domain, components = plan.domain, len(plan.components)
     allowed = {parts: _allowed(domain, parts) for parts in set(domain.holds)}
     for team, ops in enumerate(lists):
@@ -88,12 +89,12 @@ def unknown_ops(plan: StepPlan, lists: Lists) -> Iterator[str]:
 
 def _allowed(domain: DomainPlan, own: tuple[int, ...]) -> dict[Kind, tuple[int, tuple[int, ...]]]:
     """How many indices there are for a kind of op, and for which parts, with the holders of parts `own`."""
-    microbatches, chunks = len(domain.microbatches), len(domain.chunks)
+    microbatches, encoder_batches = len(domain.microbatches), len(domain.encoder_batches)
     above = tuple(part for part in own if part < domain.num_parts - 1 and part + 1 not in own)
     below = tuple(part for part in own if part and part - 1 not in own)
     return {
-        Kind.ENCODE: (chunks, (0,)),
-        Kind.ENCODE_BACKWARD: (chunks, (0,)),
+        Kind.ENCODE: (encoder_batches, (0,)),
+        Kind.ENCODE_BACKWARD: (encoder_batches, (0,)),
         Kind.FORWARD: (microbatches, own),
         Kind.BACKWARD: (microbatches, own),
         Kind.SHIP: (microbatches, (0,)),

@@ -264,7 +264,7 @@ def test_random_plans_keep_all_rules(seed):
     plan = make_plan(shape, microbatches, random_work(random, shape, microbatches), GPIPE, cuts=random)
     verify(plan, lambda domain_rank, op: 1)
     encoded = [op for ops in plan.domain.ops for op in ops if op.kind is Kind.ENCODE]
-    assert {op.index for op in encoded} == set(range(len(plan.domain.chunks)))
+    assert {op.index for op in encoded} == set(range(len(plan.domain.encoder_batches)))
 
 
 # The package installed.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from parallel.work import Grad
-from pipeline.builders import Facts, Order, SchedulePolicy, chunks_by_team
+from pipeline.builders import Facts, Order, SchedulePolicy, encoder_batches_by_team
 from pipeline.builders.passes import interleaved_passes, most_in_flight
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import BACKWARDS, Kind, Op
@@ -39,7 +39,7 @@ def by_hand(parts: int = 1, splits: bool = False) -> SchedulePolicy:
 
     def decide(domain: DomainPlan, facts: Facts) -> Order:
         order: Order = []
-        for team, mine in enumerate(chunks_by_team(domain)):
+        for team, mine in enumerate(encoder_batches_by_team(domain)):
             stage, count = domain.stage(team * domain.team), len(domain.microbatches)
             ops = [Op(Kind.ENCODE, c) for c, *_ in mine]
             ops += [] if stage is None else interleaved_passes(domain.num_stages, parts, count, stage)

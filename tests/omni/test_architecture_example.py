@@ -50,8 +50,11 @@ def test_items_shards_and_tiles_are_as_told(domain):
     assert causal == [703, 675]
 
 
-def test_chunks_and_rows_go_where_they_are_told_to(domain):
-    assert [(chunk.ranks, chunk.items) for chunk in domain.chunks] == [((0,), (1,)), ((1,), (0,))]
+def test_encoder_batches_and_rows_go_where_they_are_told_to(domain):
+    assert [(encoder_batch.ranks, encoder_batch.items) for encoder_batch in domain.encoder_batches] == [
+        ((0,), (1,)),
+        ((1,), (0,)),
+    ]
     (route,) = domain.routes
     assert [(s.source, s.destination, s.destination_start, s.length) for s in route.segments] == [
         (1, 0, 6, 8),

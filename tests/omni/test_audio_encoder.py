@@ -300,11 +300,12 @@ def test_the_stem_pads_each_recording_with_zeros(ranks: RankPool, data: Path, tm
 def test_the_batch_holds_both_kinds_on_both_ranks(data: Path, tmp_path: Path) -> None:
     spec = prepare_run(compose_config(line_of(data, tmp_path, "layout=pp2")), 2)
     domain = spec.planner.next_step(1, 0, 0).domain
-    assert {(chunk.component, rank) for chunk in domain.chunks for rank in chunk.ranks} == {
+    assert {(batch.component, rank) for batch in domain.encoder_batches for rank in batch.ranks} == {
         (component, rank) for component in ("audio", "image") for rank in (0, 1)
     }
     both = [
-        {c.component for c in domain.chunks if m in c.microbatches} for m in range(len(domain.microbatches))
+        {c.component for c in domain.encoder_batches if m in c.microbatches}
+        for m in range(len(domain.microbatches))
     ]
     assert {"audio", "image"} in both
 
@@ -370,12 +371,13 @@ def test_in_these_layouts_tp_groups_of_both_encoders_have_items(
     world, more = OWN_LAYOUTS[case]
     spec = prepare_run(compose_config(line_of(data, tmp_path, *more)), world)
     plans = plans_of_all_domains(spec.planner, 1, 0)
-    chunks = [chunk for plan in plans for chunk in plan.domain.chunks]
+    encoder_batches = [batch for plan in plans for batch in plan.domain.encoder_batches]
     sizes = {
-        component: {c.tp for c in chunks if c.component == component} for component in ("audio", "image")
+        component: {c.tp for c in encoder_batches if c.component == component}
+        for component in ("audio", "image")
     }
     assert sizes == {name: {layout.tp} for name, layout in spec.config.layout.encoders.items()}
-    ones = {c.ranks for c in chunks if c.tp == 1}
+    ones = {c.ranks for c in encoder_batches if c.tp == 1}
     assert len(ones) > 1, "the encoder with tp1 is on several tp groups"
 
 

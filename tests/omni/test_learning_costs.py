@@ -100,7 +100,7 @@ def test_a_run_learns_what_ops_take_and_goes_on_with_it(ranks: RankPool, data: P
     """An encoder heavier than the LLM, on two ranks that measure different noise."""
     line = overrides(data, tmp_path, "costs.learn=true", f"train.steps={STEPS}", samples=32)
     line += ["train.checkpoint_every=9", "model.encoders.image.layers=6", "model.encoders.image.ffn=256"]
-    line += ["pipeline.encoder_bytes=1000000000000"]  # else a rank has one chunk a step to learn from
+    line += ["pipeline.encoder_bytes=1000000000000"]  # else a rank has one encoder batch a step to learn from
     (digests, tables), (_, others) = ranks.run(2, _learn, compose_config(line))
     assert tables == others
     numbers = [tables[step][0] for step in range(1, STEPS + 1)]

@@ -30,7 +30,7 @@ from omni.models.regions import Numbering
 from omni.models.registry import make_encoder, naming, registered
 from omni.planning.prepare import prepare_run
 from omni.rank.anchors import EncoderAnchor
-from omni.rank.inputs import ChunkInputs
+from omni.rank.inputs import EncoderBatchInputs
 from parallel.layout import Layout
 from parallel.packed import PackedTokens, Sharding
 from parallel.work import Grad, Weight, even_load
@@ -195,7 +195,7 @@ def test_rows_that_were_not_planned_are_refused_but_for_those_of_an_empty_tail()
     values, packed = torch.zeros(0), cast("PackedTokens", None)
 
     def encode(rows: int, planned: int) -> list[float]:
-        inputs = ChunkInputs(values, values, packed, (planned,), ("photos, sample 7, item 0",))
+        inputs = EncoderBatchInputs(values, values, packed, (planned,), ("photos, sample 7, item 0",))
         return EncoderAnchor("photos", Emitting(rows), alone, num_points=2).encode(inputs).flatten().tolist()
 
     assert encode(4, 4) == [0, 1, 2, 3]
@@ -215,7 +215,9 @@ def test_what_an_encoder_raises_names_it_and_what_it_was_given() -> None:
             return values[:-1].view(4, 8)
 
     alone, values = cast("dist.ProcessGroup", SimpleNamespace(size=lambda: 1)), torch.zeros(8, 4)
-    inputs = ChunkInputs(values, values, cast("PackedTokens", None), (4,), ("photos, sample 7, item 0",))
+    inputs = EncoderBatchInputs(
+        values, values, cast("PackedTokens", None), (4,), ("photos, sample 7, item 0",)
+    )
     with pytest.raises(RuntimeError, match="invalid for input of size 28") as caught:
         EncoderAnchor("photos", Short(), alone, num_points=1).encode(inputs)
     assert caught.value.__notes__ == [

@@ -208,7 +208,7 @@ def test_the_batch_is_uneven(data: Path, tmp_path: Path) -> None:
     spec = prepare_run(compose_config(overrides(data, tmp_path, "layout=pp2")), 2)
     domain = spec.planner.next_step(1, 0, 0).domain
     assert None in domain.routes, "no microbatch is without items"
-    rows = [sum(c.rows_of(rank) for c in domain.chunks if rank in c.ranks) for rank in (0, 1)]
+    rows = [sum(c.rows_of(rank) for c in domain.encoder_batches if rank in c.ranks) for rank in (0, 1)]
     assert rows[0] != rows[1]
     assert min(rows) > 0
 

@@ -62,7 +62,7 @@ SPANNING = (
 )
 # ZB-H2 is ZB-H1 but for how far its stages run ahead.
 FAR_AHEAD = Case(pp=2, encoder_tp=2, schedule="zero_bubble_h2", recompute="full")
-# `joint_uniform` is 1F1B with the chunks of `joint`, in other slots.
+# `joint_uniform` is 1F1B with the encoder batches of `joint`, in other slots.
 UNIFORM = (
     Case(pp=4, schedule="joint_uniform", encoder_sp="long_short"),
     Case(tp=2, pp=2, encoder_tp=2, schedule="joint_uniform", recompute="full", frozen="in_turn"),
@@ -104,7 +104,10 @@ def test_case_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
 @pytest.mark.parametrize("case", SPANNING, ids=lambda case: case.name)
 def test_tp_groups_of_these_cases_span_stages(folder: Path, case: Case) -> None:
     (domain,) = (plan.domain for plan in plans_of(case, folder))
-    stages = {tuple(map(domain.stage, chunk.ranks[: chunk.tp])) for chunk in domain.chunks}
+    stages = {
+        tuple(map(domain.stage, encoder_batch.ranks[: encoder_batch.tp]))
+        for encoder_batch in domain.encoder_batches
+    }
     assert stages
     assert all(first != last for first, last in stages), stages
 
@@ -127,7 +130,7 @@ def plans_of(case: Case, folder: Path) -> list[StepPlan]:
 
 
 def idle_encoders(domain: DomainPlan) -> int:
-    busy = {rank for chunk in domain.chunks for rank in chunk.ranks}
+    busy = {rank for encoder_batch in domain.encoder_batches for rank in encoder_batch.ranks}
     return len(set(range(*domain.homes[1])) - busy)
 
 
@@ -157,7 +160,7 @@ def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
     if case.cp > 1 or case.llm_sp == "dynamic":
         assert any(any(batch.tiles) for domain in domains for batch in domain.microbatches)
     if case.encoder_sp != "none":
-        assert any(any(chunk.tiles) for domain in domains for chunk in domain.chunks)
+        assert any(any(encoder_batch.tiles) for domain in domains for encoder_batch in domain.encoder_batches)
     if case.boundary != "auto":
         assert case.boundary in {route.transport for route in routes if route is not None}
 

@@ -73,14 +73,14 @@ def test_a_frozen_encoder_runs_ahead_in_order_and_within_bounds(
     domain = spec.planner.next_step(1, 0, 0).domain
     for stage, ops in enumerate(domain.ops):
         assert not any(op.kind is Kind.ENCODE_BACKWARD for op in ops)
-        encoded = [domain.chunks[op.index].microbatches[0] for op in ops if op.kind is Kind.ENCODE]
+        encoded = [domain.encoder_batches[op.index].microbatches[0] for op in ops if op.kind is Kind.ENCODE]
         assert encoded == sorted(encoded)
         passed = -1
         for op in ops:
             if op.kind is Kind.FORWARD:
                 passed = op.index
             elif op.kind is Kind.ENCODE:
-                assert domain.chunks[op.index].microbatches[0] - passed <= stage + 1
+                assert domain.encoder_batches[op.index].microbatches[0] - passed <= stage + 1
 
 
 def miscount(rank: int, config: Config, world: int) -> None:

@@ -39,7 +39,7 @@ from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolic
 from pipeline.builders import AUTO, ENCODE_FIRST, JOINT, JOINT_UNIFORM, JOINT_ZERO_BUBBLE_H1, ONE_F_ONE_B
 from pipeline.builders.schedule import candidates_of, lean_of
 from pipeline.costs import plan_memory, simulate
-from pipeline.domain_plan import Chunk, DomainPlan
+from pipeline.domain_plan import DomainPlan, EncoderBatch
 from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
 from pipeline.rules.memory import peaks
@@ -145,47 +145,51 @@ def test_items_start_where_their_rows_stand(chosen, cursor):
 
 @settings(deadline=None, max_examples=60)
 @given(settings_of_planners(), st.integers(0, 500))
-def test_chunks_hold_every_item_once_and_add_up(chosen, cursor):
+def test_encoder_batches_hold_every_item_once_and_add_up(chosen, cursor):
     world = chosen["world"]
     for domain in domains_of(chosen, cursor):
         items = domain.items
-        held = [number for chunk in domain.chunks for number in chunk.items]
+        held = [number for encoder_batch in domain.encoder_batches for number in encoder_batch.items]
         assert sorted(held) == list(range(len(items)))
-        for chunk in domain.chunks:
-            assert {items[i].component for i in chunk.items} == {chunk.component}
-            assert {items[i].microbatch for i in chunk.items} == set(chunk.microbatches)
-            assert list(chunk.microbatches) == sorted(set(chunk.microbatches))
-            assert chunk.layout.lengths == tuple(items[i].tokens for i in chunk.items)
-            assert chunk.tp == world.encoder_tp[chunk.component]
+        for encoder_batch in domain.encoder_batches:
+            assert {items[i].component for i in encoder_batch.items} == {encoder_batch.component}
+            assert {items[i].microbatch for i in encoder_batch.items} == set(encoder_batch.microbatches)
+            assert list(encoder_batch.microbatches) == sorted(set(encoder_batch.microbatches))
+            assert encoder_batch.layout.lengths == tuple(items[i].tokens for i in encoder_batch.items)
+            assert encoder_batch.tp == world.encoder_tp[encoder_batch.component]
             put_out = Counter()
-            for block in (block for blocks in chunk.outputs for block in blocks):
+            for block in (block for blocks in encoder_batch.outputs for block in blocks):
                 rows = range(block.first, block.first + block.rows)
                 put_out.update((block.item, block.point, row) for row in rows)
-            assert put_out == Counter((i, 0, row) for i in chunk.items for row in range(items[i].rows))
-            tp_groups = world.tp_groups(chunk.component)
+            assert put_out == Counter(
+                (i, 0, row) for i in encoder_batch.items for row in range(items[i].rows)
+            )
+            tp_groups = world.tp_groups(encoder_batch.component)
             everyone = tuple(rank for tp_group in tp_groups for rank in tp_group)
-            assert chunk.ranks in (*tp_groups, everyone)
-            is_shared = any(len(shards) > 1 for shards in chunk.layout.shards)
-            assert is_shared == (chunk.layout.num_cp_ranks > 1)
+            assert encoder_batch.ranks in (*tp_groups, everyone)
+            is_shared = any(len(shards) > 1 for shards in encoder_batch.layout.shards)
+            assert is_shared == (encoder_batch.layout.num_cp_ranks > 1)
             assert not (is_shared and chosen["encoder_sp"] == "none")
-            for shards, tiles in zip(chunk.layout.shards, chunk.tiles, strict=True):
+            for shards, tiles in zip(encoder_batch.layout.shards, encoder_batch.tiles, strict=True):
                 assert all(shard.start % UNIT == 0 for shard in shards), "cut between rows"
                 assert bool(tiles) == (len(shards) > 1)
 
 
-def rows_of(chunk: Chunk, domain: DomainPlan) -> list[tuple[int, tuple[int, int]]]:
-    """(rank, (microbatch, packed position)) of every row of a chunk, one at a time, in each rank's order."""
+def rows_of(encoder_batch: EncoderBatch, domain: DomainPlan) -> list[tuple[int, tuple[int, int]]]:
+    """(rank, (microbatch, packed position)) of every row of an encoder batch, one at a time, in each rank's
+    order.
+    """
     out = []
-    for tp_group in range(chunk.layout.num_cp_ranks):
+    for tp_group in range(encoder_batch.layout.num_cp_ranks):
         rows = []
-        for number, shards in zip(chunk.items, chunk.layout.shards, strict=True):
+        for number, shards in zip(encoder_batch.items, encoder_batch.layout.shards, strict=True):
             item = domain.items[number]
             for shard in shards:
                 if shard.cp_rank == tp_group:
                     first, stop = shard.start // UNIT, (shard.start + shard.length) // UNIT
                     rows += [(item.microbatch, item.start + row) for row in range(first, stop)]
-        share, rest = divmod(len(rows), chunk.tp)
-        ranks = chunk.ranks[tp_group * chunk.tp : (tp_group + 1) * chunk.tp]
+        share, rest = divmod(len(rows), encoder_batch.tp)
+        ranks = encoder_batch.ranks[tp_group * encoder_batch.tp : (tp_group + 1) * encoder_batch.tp]
         holders = [rank for t, rank in enumerate(ranks) for _ in range(share + (t < rest))]
         out += list(zip(holders, rows, strict=True))
     return out
@@ -210,11 +214,13 @@ def holders_of(domain: DomainPlan, microbatch: int) -> list[tuple[int, int]]:
 def test_routes_take_each_row_from_its_encoder_to_its_position(chosen, cursor):
     for domain in domains_of(chosen, cursor):
         for m in range(len(domain.microbatches)):
-            # The rows of a rank lie chunk by chunk, item by item, with those for other microbatches.
+            # The rows of a rank lie batch by batch, item by item, with those for other microbatches.
             holders = holders_of(domain, m)
             wanted, filled = set(), Counter()
-            for chunk in domain.chunks:
-                for rank, (of, position) in rows_of(chunk, domain) if m in chunk.microbatches else ():
+            for encoder_batch in domain.encoder_batches:
+                for rank, (of, position) in (
+                    rows_of(encoder_batch, domain) if m in encoder_batch.microbatches else ()
+                ):
                     if of == m:
                         wanted.add((rank, filled[rank], *holders[position]))
                     filled[rank] += 1
@@ -304,15 +310,16 @@ def test_long_items_are_shared_where_the_policy_says_so():
         own, shared = (
             planner(world=world, metas=meta, budget=budget, encoder_sp=policy, policies=policies)
             .next_step(1, 0, 0)
-            .domain.chunks
+            .domain.encoder_batches
             for policy in ("none", "all")
         )
-        # A schedule that places chunks may choose the second stage, which waits for the first.
-        places = schedule.quanta or schedule.candidates
-        assert [chunk.ranks for chunk in own] in ([[(0,)], [(1,)]] if places else [[(0,)]])
-        assert [(chunk.ranks, chunk.layout.num_cp_ranks, chunk.rows) for chunk in shared] == [
-            ((0, 1), 2, (500, 500))
-        ]
+        # A schedule that places encoder batches may choose the second stage, which waits for the first.
+        places = schedule.encoder_batches or schedule.candidates
+        assert [encoder_batch.ranks for encoder_batch in own] in ([[(0,)], [(1,)]] if places else [[(0,)]])
+        assert [
+            (encoder_batch.ranks, encoder_batch.layout.num_cp_ranks, encoder_batch.rows)
+            for encoder_batch in shared
+        ] == [((0, 1), 2, (500, 500))]
 
 
 @pytest.mark.parametrize("parts, pp", [(1, 3), (2, 2)])
@@ -456,7 +463,10 @@ def test_a_bound_on_activations_of_encoders_is_kept_by_joint_schedules_and_refus
     roomy = bounded(JOINT, 10**12)
     plan = roomy.next_step(1, 0, 0)
     kept = plan_memory(plan.domain, roomy.domain.table)
-    sizes = [kept(chunk.ranks[0], Op(Kind.ENCODE, c)) for c, chunk in enumerate(plan.domain.chunks)]
+    sizes = [
+        kept(encoder_batch.ranks[0], Op(Kind.ENCODE, c))
+        for c, encoder_batch in enumerate(plan.domain.encoder_batches)
+    ]
     most = max(max(sizes), sum(sizes) // 3)
     tight = bounded(JOINT, most)
     tight.verify(tight.next_step(1, 0, 0))
@@ -485,7 +495,9 @@ def test_before_routes_are_planned_rows_travel_over_the_slowest_link_of_their_do
 
 
 def test_a_bound_on_activations_of_encoders_has_a_say_in_who_encodes_what(monkeypatch):
-    """Whatever the bound, no more steps are refused than if quanta were dealt by their time alone."""
+    """Whatever the bound, no more steps are refused than if encoder batches were dealt by their time
+    alone.
+    """
     world = arrange(Layout(dp=2, pp=2), {"eye": 1, "ear": 1}, COLOCATED, 0, replicas=2)
     costs = table(2)
     eye = replace(costs.parts["eye"], kept_token=100)
@@ -694,7 +706,7 @@ def test_replicas_without_samples_still_reduce(balance, group_size):
     empty = [plan.domain for plan in plans if not plan.domain.microbatches]
     assert len(empty) == 3
     for domain in empty:
-        assert domain.items == domain.chunks == domain.routes == ()
+        assert domain.items == domain.encoder_batches == domain.routes == ()
         kinds = [Kind.REDUCE] * 3 + [Kind.WAIT] * 3
         assert all([op.kind for op in ops] == kinds for ops in domain.ops)
     for plan in plans:

@@ -32,7 +32,8 @@ def first_two(lengths, pool):
 def one_after_the_other(domain, costs):
     def ops(rank):
         for m in range(len(domain.microbatches)):
-            mine = [c for c, of in enumerate(domain.chunks) if of.microbatches == (m,) and rank in of.ranks]
+            own = enumerate(domain.encoder_batches)
+            mine = [c for c, of in own if of.microbatches == (m,) and rank in of.ranks]
             yield from (Op(Kind.ENCODE, c) for c in mine)
             yield from (Op(Kind.FORWARD, m, part=part) for part in domain.parts(rank))
             yield from (Op(Kind.BACKWARD, m, part=part) for part in reversed(domain.parts(rank)))
@@ -113,13 +114,13 @@ def test_pairing_says_which_packs_pass_together(folder):
 def test_placement_says_where_encoders_live(folder):
     spec, plans = planned(folder, 2, "placement=mine", "layout=pp2")
     assert plans[0].domain.homes[1] == spec.arrangement.home == (1, 2)
-    assert {chunk.ranks for chunk in plans[0].domain.chunks} == {(1,)}
+    assert {encoder_batch.ranks for encoder_batch in plans[0].domain.encoder_batches} == {(1,)}
 
 
 def test_a_placement_may_take_ranks_beside_the_llm_and_those_of_the_llm(folder):
     spec, plans = planned(folder, 3, "placement=beside_all")
     assert (spec.layout.dp, spec.arrangement.encoder_ranks, spec.arrangement.home) == (2, 1, (0, 3))
-    assert {chunk.ranks for chunk in plans[0].domain.chunks} == {(0,), (1,), (2,)}
+    assert {encoder_batch.ranks for encoder_batch in plans[0].domain.encoder_batches} == {(0,), (1,), (2,)}
 
 
 def test_sharing_serves_the_llm_and_encoders(folder):
@@ -127,8 +128,13 @@ def test_sharing_serves_the_llm_and_encoders(folder):
     domain = plans[0].domain
     parts = [of for batch in domain.microbatches for of in batch.layout.shards]
     assert {tuple(s.cp_rank for s in shards) for shards in parts} == {(0, 1)}
-    assert {chunk.ranks for chunk in domain.chunks} == {(0, 1, 2)}
-    assert {s.cp_rank for chunk in domain.chunks for of in chunk.layout.shards for s in of} == {0, 1}
+    assert {encoder_batch.ranks for encoder_batch in domain.encoder_batches} == {(0, 1, 2)}
+    assert {
+        s.cp_rank
+        for encoder_batch in domain.encoder_batches
+        for of in encoder_batch.layout.shards
+        for s in of
+    } == {0, 1}
 
 
 def test_transport_carries_every_route_that_leaves_its_rank(folder):

@@ -96,7 +96,7 @@ def test_ranks_equal_one(
     folder, one = alone[name]
     keys = keys_of(name, folder, f"recompute: {recompute}", f"run.dir={folder}/{world}{recompute}", *more)
     plan = plan_of_step(prepare_run(compose_config(keys), world), 1)
-    shares = any(chunk.layout.num_cp_ranks > 1 for chunk in plan.domain.chunks)
+    shares = any(batch.layout.num_cp_ranks > 1 for batch in plan.domain.encoder_batches)
     assert shares == ("encoder_sp=all" in more and name == NEWER), "windows keep items whole"
     several = ranks.run(world, measure, keys, world)[0]
     assert compare(one, several)[0].relative <= TOLERANCE, compare(one, several)[:4]

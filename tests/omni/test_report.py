@@ -65,7 +65,11 @@ def loads_by_hand(spec: RunSpec, plans: list[StepPlan]) -> dict[str, list[int]]:
         found["llm"].append(sum(cost.forward_ns(sum(of), sum(n * n for n in of), 0) for of in packs))
         cost = spec.table.parts["image"]
         for rank in range(spec.arrangement.domain_size):
-            items = [[domain.items[i].tokens for i in c.items] for c in domain.chunks if c.ranks == (rank,)]
+            items = [
+                [domain.items[i].tokens for i in c.items]
+                for c in domain.encoder_batches
+                if c.ranks == (rank,)
+            ]
             found["image"].append(sum(cost.forward_ns(sum(of), sum(n * n for n in of), 0) for of in items))
     return found
 

@@ -1,5 +1,5 @@
 """What a plan can say beyond our own schedules, run and held against one rank: several parts of the LLM on a
-rank, backward passes in two halves, chunks of several microbatches.
+rank, backward passes in two halves, encoder batches of several microbatches.
 """
 
 import os
@@ -27,7 +27,7 @@ from omni.models.llm_stage import LLMStage
 from omni.models.weight_gradients import PendingProducts
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
-from omni.planning.sharing import make_chunks
+from omni.planning.sharing import make_encoder_batches
 from omni.rank.step import execute
 from omni.training import parity
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
@@ -35,7 +35,7 @@ from omni.training.trainer import Trainer
 from parallel.work import Grad
 from pipeline import engine
 from pipeline.builders.passes import held_at_most
-from pipeline.domain_plan import Chunk
+from pipeline.domain_plan import EncoderBatch
 from pipeline.ops import BACKWARDS, Kind, Op
 from pipeline.routes import outputs_of
 from pipeline.verifier import PlanRefusedError
@@ -51,7 +51,7 @@ PP2 = ("layout.llm.pp=2", "layout.llm.parts=2")
 @dataclass(frozen=True)
 class Case:
     """A schedule by hand on `world` ranks, of a `model` that one rank has too. With `merged`, neighbouring
-    chunks of a tp group are one.
+    encoder batches of a tp group are one.
     """
 
     world: int
@@ -114,34 +114,36 @@ def prepare(case: Case, config: Config) -> RunSpec:
     spec = prepare_run(config, case.world)
     changes: dict[str, Any] = {"single_queue": case.single_queue}
     if case.merged:
-        changes["chunking"] = merged_chunks
+        changes["encoder_batching"] = merged_encoder_batches
     domain = replace(spec.planner.domain, **changes)
     return replace(spec, planner=replace(spec.planner, domain=domain))
 
 
-def merged_chunks(items: Any, tp_groups: Any, sharing: Any, costs: Any, waves: Any) -> tuple[Chunk, ...]:
-    """Two by two, the image chunks that follow each other on a tp group; others as they are."""
-    of_tp_group: dict[Any, list[Chunk]] = defaultdict(list)
-    for chunk in make_chunks(items, tp_groups, sharing, costs, waves):
-        of_tp_group[chunk.component, chunk.ranks, chunk.layout.num_cp_ranks].append(chunk)
+def merged_encoder_batches(
+    items: Any, tp_groups: Any, sharing: Any, costs: Any, waves: Any
+) -> tuple[EncoderBatch, ...]:
+    """Two by two, the image encoder batches that follow each other on a tp group; others as they are."""
+    of_tp_group: dict[Any, list[EncoderBatch]] = defaultdict(list)
+    for batch in make_encoder_batches(items, tp_groups, sharing, costs, waves):
+        of_tp_group[batch.component, batch.ranks, batch.layout.num_cp_ranks].append(batch)
     merged = []
-    for chunks in of_tp_group.values():
-        size = 2 if chunks[0].component == "image" else 1
-        for first in range(0, len(chunks), size):
-            merged.append(merge(chunks[first : first + size], items, sharing))
-    return tuple(sorted(merged, key=lambda chunk: (chunk.microbatches, chunk.component, chunk.ranks)))
+    for encoder_batches in of_tp_group.values():
+        size = 2 if encoder_batches[0].component == "image" else 1
+        for first in range(0, len(encoder_batches), size):
+            merged.append(merge(encoder_batches[first : first + size], items, sharing))
+    return tuple(sorted(merged, key=lambda batch: (batch.microbatches, batch.component, batch.ranks)))
 
 
-def merge(chunks: list[Chunk], items: Any, sharing: Any) -> Chunk:
-    numbers = tuple(i for chunk in chunks for i in chunk.items)
-    one = chunks[0]
-    layout = replace(one.layout, shards=tuple(s for chunk in chunks for s in chunk.layout.shards))
+def merge(encoder_batches: list[EncoderBatch], items: Any, sharing: Any) -> EncoderBatch:
+    numbers = tuple(i for batch in encoder_batches for i in batch.items)
+    one = encoder_batches[0]
+    layout = replace(one.layout, shards=tuple(s for batch in encoder_batches for s in batch.layout.shards))
     return replace(
         one,
         microbatches=tuple(sorted({items[i].microbatch for i in numbers})),
         items=numbers,
         layout=layout,
-        tiles=tuple(t for chunk in chunks for t in chunk.tiles),
+        tiles=tuple(t for batch in encoder_batches for t in batch.tiles),
         outputs=outputs_of(numbers, items, layout, one.tp, sharing[one.component].num_points),
     )
 
@@ -186,7 +188,7 @@ def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
     assert bool(several) == (case.schedule != "SPLIT")
     grads = {op.grad for op in backward}
     assert grads == ({Grad.BOTH} if case.schedule == "INTERLEAVED" else {Grad.INPUT, Grad.WEIGHT})
-    assert any(len(chunk.microbatches) > 1 for chunk in domain.chunks) == case.merged
+    assert any(len(batch.microbatches) > 1 for batch in domain.encoder_batches) == case.merged
     for ops in domain.ops if not case.single_queue else ():  # there, what communicates comes first
         reduced = [at for at, op in enumerate(ops) if op.kind is Kind.REDUCE]
         after = [op for op in ops[reduced[0] :] if op.kind in BACKWARDS]
@@ -203,7 +205,9 @@ def test_frozen_components_need_no_schedule_of_their_own(ranks: RankPool, folder
 
 
 def test_a_frozen_encoder_is_given_nothing_back(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
-    """Its chunk waits for a later microbatch when the rows of an earlier one return to another encoder."""
+    """Its encoder batch waits for a later microbatch when the rows of an earlier one return to another
+    encoder.
+    """
     data = write_heard_and_seen(tmp_path)
     more = ("+optim.components={image: {frozen: [[1, 3]]}}", "pipeline=one_f_one_b")
     config = compose_config(line_of(data, folder / "run", *more, "train.steps=1"))

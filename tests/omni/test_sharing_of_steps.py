@@ -17,7 +17,7 @@ from omni.compose import compose_config
 from omni.planning.planner import Planner
 from omni.planning.pools import without_effect
 from omni.planning.prepare import prepare_run
-from omni.planning.sharing import Sharing, make_chunks, make_quanta, worth_sharing
+from omni.planning.sharing import Sharing, make_encoder_batches, make_even_encoder_batches, worth_sharing
 from parallel.cluster import Link, Links
 from parallel.costs import CostTable, WorkCost
 from parallel.layout import Layout, arrange
@@ -26,7 +26,7 @@ from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import sequence_cost
 from parallel.tiles import AttentionShape
 from pipeline.builders import SchedulePolicy
-from pipeline.domain_plan import Chunk, PlannedItem
+from pipeline.domain_plan import EncoderBatch, PlannedItem
 from pipeline.plan import StepPlan
 
 RANKS, UNIT = 8, 4
@@ -43,14 +43,14 @@ def sharing_by(policy: str) -> Sharing:
 
 def planned(
     policy: str, batches: list[list[int]], at_once: bool = False, costs: Mapping[str, WorkCost] = TABLE.parts
-) -> tuple[Chunk, ...]:
-    """The chunks of a step whose microbatches have items of so many tokens."""
+) -> tuple[EncoderBatch, ...]:
+    """The encoder batches of a step whose microbatches have items of so many tokens."""
     items = [
         PlannedItem("eye", 0, 0, number, tokens, tokens // UNIT, 0)
         for number, lengths in enumerate(batches)
         for tokens in lengths
     ]
-    return make_chunks(
+    return make_encoder_batches(
         items,
         TP_GROUPS,
         {"eye": sharing_by(policy)},
@@ -60,13 +60,15 @@ def planned(
     )
 
 
-def encode_ns(chunks: tuple[Chunk, ...]) -> int:
-    """Time until all ranks have encoded all chunks: ranks that share one begin and end it together."""
+def encode_ns(encoder_batches: tuple[EncoderBatch, ...]) -> int:
+    """Time until all ranks have encoded all encoder batches: ranks that share one begin and end it
+    together.
+    """
     clock = [0] * RANKS
-    for chunk in chunks:
-        start = max(clock[rank] for rank in chunk.ranks)
-        took = max(TABLE.parts["eye"].forward_ns(*chunk.share(rank)) for rank in chunk.ranks)
-        for rank in chunk.ranks:
+    for encoder_batch in encoder_batches:
+        start = max(clock[rank] for rank in encoder_batch.ranks)
+        took = max(TABLE.parts["eye"].forward_ns(*encoder_batch.share(rank)) for rank in encoder_batch.ranks)
+        for rank in encoder_batch.ranks:
             clock[rank] = start + took
     return max(clock)
 
@@ -79,8 +81,13 @@ def heavy_tailed(num_batches: int, items: int, seed: int, spread: float = 1.5) -
     ]
 
 
-def shared(chunks: tuple[Chunk, ...]) -> set[int]:
-    return {m for chunk in chunks if len(chunk.ranks) > 1 for m in chunk.microbatches}
+def shared(encoder_batches: tuple[EncoderBatch, ...]) -> set[int]:
+    return {
+        m
+        for encoder_batch in encoder_batches
+        if len(encoder_batch.ranks) > 1
+        for m in encoder_batch.microbatches
+    }
 
 
 @pytest.mark.parametrize("policy", ["dhp", "dynamic", "long_short", "hybrid_pow2"])
@@ -100,11 +107,13 @@ def test_items_of_all_microbatches_at_once_take_no_longer(policy):
     gains, merged = [], 0
     for seed in range(12):
         batches = heavy_tailed(8, 6, seed, 2.0)
-        apart, chunks = planned(policy, batches), planned(policy, batches, at_once=True)
-        assert sorted(i for chunk in chunks for i in chunk.items) == list(range(8 * 6))
-        merged += len(chunks) == 1
-        assert encode_ns(chunks) <= encode_ns(apart), seed
-        gains.append(encode_ns(apart) / encode_ns(chunks))
+        apart, encoder_batches = planned(policy, batches), planned(policy, batches, at_once=True)
+        assert sorted(i for encoder_batch in encoder_batches for i in encoder_batch.items) == list(
+            range(8 * 6)
+        )
+        merged += len(encoder_batches) == 1
+        assert encode_ns(encoder_batches) <= encode_ns(apart), seed
+        gains.append(encode_ns(apart) / encode_ns(encoder_batches))
     assert merged > 6
     assert sum(gains) / 12 > 1.004, gains
     even = [[400] * 16] * 6
@@ -119,52 +128,61 @@ def dear(starting_ns: int) -> dict[str, WorkCost]:
 @pytest.mark.parametrize(
     ("starting_us", "waves"), [(0, 1), (1, 1), (625, 1), (1_250, 2), (2_500, 4), (7_000, 12), (100_000, 12)]
 )
-def test_whole_items_are_encoded_in_as_few_chunks_as_starting_them_is_worth(starting_us, waves):
+def test_whole_items_are_encoded_in_as_few_encoder_batches_as_starting_them_is_worth(starting_us, waves):
     """Items of 20 ms, two a tp group and wave: 64 times a start of 0.625 ms are those of a wave."""
     batches, costs = [[4000] * 16] * 12, dear(1_000 * starting_us)
     apart = planned("none", batches, costs=costs)
-    chunks = planned("none", batches, at_once=True, costs=costs)
-    of_tp_group = {ranks: [c.microbatches for c in chunks if c.ranks == ranks] for ranks in TP_GROUPS["eye"]}
+    encoder_batches = planned("none", batches, at_once=True, costs=costs)
+    of_tp_group = {
+        ranks: [c.microbatches for c in encoder_batches if c.ranks == ranks] for ranks in TP_GROUPS["eye"]
+    }
     runs = [tuple(range(first, first + waves)) for first in range(0, 12, waves)]
     assert list(of_tp_group.values()) == [runs] * RANKS
     assert [c.microbatches for c in apart] == [(m,) for m in range(12) for _ in range(RANKS)]
-    assert {i: c.ranks for c in chunks for i in c.items} == {i: c.ranks for c in apart for i in c.items}
+    assert {i: c.ranks for c in encoder_batches for i in c.items} == {
+        i: c.ranks for c in apart for i in c.items
+    }
 
 
-def test_waves_that_are_worth_a_chunk_stay_apart_and_small_ones_join_them():
-    """A large wave takes a tp group 40 ms, a small one 1.1 ms, of which starting a chunk is worth 16 ms."""
+def test_waves_that_are_worth_an_encoder_batch_stay_apart_and_small_ones_join_them():
+    """A large wave takes a tp group 40 ms, a small one 1.1 ms, of which starting an encoder batch is worth 16
+    ms.
+    """
     large, small = [4000] * 16, [400] * 16
     batches = [small, small, large, large, small, large, small]
-    chunks = planned("none", batches, at_once=True, costs=dear(250_000))
-    assert {chunk.microbatches for chunk in chunks} == {(0, 1, 2), (3,), (4, 5, 6)}
+    encoder_batches = planned("none", batches, at_once=True, costs=dear(250_000))
+    assert {encoder_batch.microbatches for encoder_batch in encoder_batches} == {(0, 1, 2), (3,), (4, 5, 6)}
 
 
-def test_starting_chunks_takes_little_of_a_step():
+def test_starting_encoder_batches_takes_little_of_a_step():
     costs, numbers = dear(500_000), set[int]()
     for seed in range(6):
         batches = heavy_tailed(16, 12, seed, 1.0)
-        chunks = planned("none", batches, at_once=True, costs=costs)
+        encoder_batches = planned("none", batches, at_once=True, costs=costs)
         work = sum(costs["eye"].marginal_ns(n, n * n) for of in batches for n in of)
-        assert sorted(i for chunk in chunks for i in chunk.items) == list(range(16 * 12))
-        assert len(chunks) * 500_000 <= max(work / 64, RANKS * 500_000)
-        numbers.add(len(chunks))
+        assert sorted(i for encoder_batch in encoder_batches for i in encoder_batch.items) == list(
+            range(16 * 12)
+        )
+        assert len(encoder_batches) * 500_000 <= max(work / 64, RANKS * 500_000)
+        numbers.add(len(encoder_batches))
     assert max(numbers) > 2 * RANKS
 
 
 @pytest.mark.parametrize(
     ("starting_us", "each"), [(0, 24), (100, 24), (1_250, 19), (7_500, 8), (30_000, 4), (480_000, 1)]
 )
-def test_quanta_are_as_few_as_starting_them_is_worth(starting_us, each):
-    """480 ms of work on each of eight tp groups: 64 quanta, each of which takes 7.5 ms to start, would be
+def test_encoder_batches_are_as_few_as_starting_them_is_worth(starting_us, each):
+    """480 ms of work on each of eight tp groups: 64 encoder batches, each of which takes 7.5 ms to start,
+    would be
     8.
     """
     costs = dear(1_000 * starting_us)
     items = [PlannedItem("eye", 0, 0, number // 16, 4000, 1000, 0) for number in range(12 * 16)]
     rest = (TP_GROUPS, {"eye": sharing_by("none")}, costs, [item.microbatch for item in items], 24)
-    assert len(make_quanta(items, *rest)) == 24 * RANKS
-    chunks = make_quanta(items, *rest, coarse=True)
-    assert len(chunks) == each * RANKS
-    assert [i for chunk in chunks for i in chunk.items] == list(range(12 * 16))
+    assert len(make_even_encoder_batches(items, *rest)) == 24 * RANKS
+    encoder_batches = make_even_encoder_batches(items, *rest, coarse=True)
+    assert len(encoder_batches) == each * RANKS
+    assert [i for encoder_batch in encoder_batches for i in encoder_batch.items] == list(range(12 * 16))
 
     def wasted(count: int) -> float:
         return count * starting_us * 1_000 + 480e6 / count
@@ -197,15 +215,19 @@ def even_step(schedule: str, **of_domain: object) -> Planner:
 
 
 def waves_of(made: Planner, whole: bool = False) -> set[int]:
-    """Of how many microbatches chunks have items that ranks share, or that stay whole."""
-    chunks = made.next_step(1, 0, 0).domain.chunks
-    return {len(chunk.microbatches) for chunk in chunks if (chunk.layout.num_cp_ranks == 1) == whole}
+    """Of how many microbatches encoder batches have items that ranks share, or that stay whole."""
+    encoder_batches = made.next_step(1, 0, 0).domain.encoder_batches
+    return {
+        len(encoder_batch.microbatches)
+        for encoder_batch in encoder_batches
+        if (encoder_batch.layout.num_cp_ranks == 1) == whole
+    }
 
 
 def test_schedules_that_encode_ahead_share_items_of_all_microbatches_at_once():
     for name in ("encode_first", "zero_bubble_h1", "joint", "joint_zero_bubble_h1"):
         assert waves_of(heavy_step(name)) == {4}
-        assert waves_of(heavy_step(name, encoder_bytes=1)) == {1}, "a bound takes small chunks"
+        assert waves_of(heavy_step(name, encoder_bytes=1)) == {1}, "a bound takes small encoder batches"
     assert waves_of(heavy_step("one_f_one_b")) == waves_of(heavy_step("joint_uniform")) == {1}
 
 
@@ -215,22 +237,22 @@ def test_schedules_that_encode_all_items_first_encode_whole_ones_of_several_micr
     assert waves_of(even_step("encode_first", encoder_bytes=1), whole=True) == {1}
 
 
-def test_quanta_are_fewer_but_where_they_are_bounded_or_uniform():
+def test_encoder_batches_are_fewer_but_where_they_are_bounded_or_uniform():
     """Starting one takes 10 ns: 10 each are worth it, of 16."""
 
-    def quanta(schedule: str, **of_domain: object) -> int:
-        return len(even_step(schedule, **of_domain).next_step(1, 0, 0).domain.chunks)
+    def num_encoder_batches(schedule: str, **of_domain: object) -> int:
+        return len(even_step(schedule, **of_domain).next_step(1, 0, 0).domain.encoder_batches)
 
-    assert quanta("joint") == quanta("joint_zero_bubble_h1") == 20
-    assert quanta("joint", encoder_bytes=1) == 32
-    assert quanta("joint_uniform") == 16
+    assert num_encoder_batches("joint") == num_encoder_batches("joint_zero_bubble_h1") == 20
+    assert num_encoder_batches("joint", encoder_bytes=1) == 32
+    assert num_encoder_batches("joint_uniform") == 16
 
 
 @pytest.mark.parametrize("schedule", ["encode_first", "auto"])
 def test_microbatches_are_encoded_one_by_one_where_devices_do_not_hold_them_at_once(schedule):
     def fits(plan: StepPlan) -> bool:
         return plan.domain.schedule == "encode_first" and all(
-            len(chunk.microbatches) == 1 for chunk in plan.domain.chunks
+            len(encoder_batch.microbatches) == 1 for encoder_batch in plan.domain.encoder_batches
         )
 
     assert waves_of(replace(heavy_step(schedule), fits=fits)) == {1}
@@ -240,7 +262,9 @@ def test_microbatches_are_encoded_one_by_one_where_devices_do_not_hold_them_at_o
 
 def test_joint_shares_microbatches_one_by_one_where_devices_do_not_hold_them_at_once():
     def fits(plan: StepPlan) -> bool:
-        return all(len(of.microbatches) == 1 for of in plan.domain.chunks if of.layout.num_cp_ranks > 1)
+        return all(
+            len(of.microbatches) == 1 for of in plan.domain.encoder_batches if of.layout.num_cp_ranks > 1
+        )
 
     assert waves_of(replace(heavy_step("joint"), fits=fits)) == {1}
 
@@ -254,9 +278,9 @@ def test_items_that_balance_over_the_step_stay_whole():
 
 def test_the_microbatch_of_a_giant_is_shared_and_the_others_are_not():
     small = [[400] * 16 for _ in range(6)]
-    chunks = planned("dynamic", [*small[:2], [64_000, *small[2]], *small[3:]])
-    assert shared(chunks) == {2}
-    assert {i for chunk in chunks for i in chunk.items} == set(range(6 * 16 + 1))
+    encoder_batches = planned("dynamic", [*small[:2], [64_000, *small[2]], *small[3:]])
+    assert shared(encoder_batches) == {2}
+    assert {i for encoder_batch in encoder_batches for i in encoder_batch.items} == set(range(6 * 16 + 1))
 
 
 def test_all_shares_whatever_it_costs():

@@ -64,7 +64,7 @@ def planned(system: str, data: Path, folder: Path, *more: str) -> tuple[RunSpec,
 
 
 def encoding(domain: DomainPlan) -> set[int]:
-    return {rank for chunk in domain.chunks for rank in chunk.ranks}
+    return {rank for encoder_batch in domain.encoder_batches for rank in encoder_batch.ranks}
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -86,7 +86,10 @@ def test_a_system_plans_what_it_is_named_after(system: str, data: Path, tmp_path
         assert max(map(len, shards)) > 1, "no sequence is shared"
     if system == "megascale_omni":
         assert any(
-            len(of) > 1 for plan in plans for chunk in plan.domain.chunks for of in chunk.layout.shards
+            len(of) > 1
+            for plan in plans
+            for encoder_batch in plan.domain.encoder_batches
+            for of in encoder_batch.layout.shards
         )
 
 

@@ -54,9 +54,9 @@ def _fetched(rank: int, config: Config) -> tuple[list[tuple[str, int, int]], set
     metas = trainer.spec.planner.metas_of(domain)
     held = {
         (domain.samples[item.sample].source, domain.samples[item.sample].id, item.index)
-        for chunk in domain.chunks
-        for item, shards in zip((domain.items[i] for i in chunk.items), chunk.layout.shards, strict=True)
-        if any(chunk.ranks[shard.cp_rank] == trainer.rank.domain_rank for shard in shards if shard.length)
+        for batch in domain.encoder_batches
+        for item, shards in zip((domain.items[i] for i in batch.items), batch.layout.shards, strict=True)
+        if any(batch.ranks[shard.cp_rank] == trainer.rank.domain_rank for shard in shards if shard.length)
     }
     return list(trainer.rank.assembler.fetch_of(domain, metas).items), held
 

@@ -290,7 +290,7 @@ def packs_of_six_and_four(stages: int, tp: int) -> list[PackedTokens]:
         samples=tuple(PlannedSample("here", i, n, ((0, n),)) for i, n in enumerate(lengths)),
         microbatches=(batch,),
         items=(),
-        chunks=(),
+        encoder_batches=(),
         routes=(None,),
         ops=(),
     )

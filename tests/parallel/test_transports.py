@@ -230,7 +230,7 @@ def test_the_ends_of_the_way_back_are_the_transposed_ends(random, transport):
         route.is_local,
     )
     for rank in range(route.num_ranks):
-        # Gradients land nowhere: they go back to the chunks that put the rows out.
+        # Gradients land nowhere: they go back to the encoder batches that put the rows out.
         expected = replace(make_ends(back, rank), landings=())
         assert_same(make_ends(route, rank).transpose(), expected)
 

@@ -10,7 +10,15 @@ from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
 from pipeline.builders import Builder, Facts, SchedulePolicy, as_ordered, build_forward_only, without_frozen
 from pipeline.costs import Costs
-from pipeline.domain_plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, PlannedSample, Point
+from pipeline.domain_plan import (
+    EMBEDDING,
+    DomainPlan,
+    EncoderBatch,
+    Microbatch,
+    PlannedItem,
+    PlannedSample,
+    Point,
+)
 from pipeline.expand import expand
 from pipeline.ops import Op
 from pipeline.plan import GroupPlan, StepPlan, Taken
@@ -75,7 +83,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Work:
-    """One chunk of encoder work: its neighbouring ranks, for which microbatch, and the rows of its items;
+    """One encoder batch: its neighbouring ranks, for which microbatch, and the rows of its items;
     for several microbatches, the items go to them in turn.
 
     The ranks are `num_tp_groups` tp groups of equal size. Every other item is cut over all tp groups, the
@@ -110,7 +118,7 @@ def random_shape(random: Random, max_stages: int, max_wide: int = 3) -> Shape:
 
 
 def random_work(random: Random, shape: Shape, microbatches: int) -> list[Work]:
-    """Up to eight chunks in any order; some microbatches and some ranks have none."""
+    """Up to eight encoder batches in any order; some microbatches and some ranks have none."""
     if microbatches == 0:
         return []
     with_items = random.sample(range(microbatches), random.randint(1, microbatches))
@@ -126,7 +134,7 @@ def random_work(random: Random, shape: Shape, microbatches: int) -> list[Work]:
         rows = tuple(random.randint(0, 4) for _ in range(random.randint(1, 3)))
         ranks = tuple(range(start, start + num_tp_groups * size))
         of = random.choice(with_items)
-        if random.random() < 0.2:  # a quantum of several microbatches
+        if random.random() < 0.2:  # an encoder batch of several microbatches
             of = tuple(random.sample(with_items, random.randint(1, min(3, len(with_items)))))
         work.append(Work(component, of, ranks, rows, num_tp_groups))
     return work
@@ -150,7 +158,7 @@ def make_plan(
     shape = Shape(shape) if isinstance(shape, int) else shape
     train = schedule != "forward_only"
     texts = [[2] * shape.pool for _ in range(microbatches)]
-    items, chunks, lengths = _pack(shape, work, texts)
+    items, encoder_batches, lengths = _pack(shape, work, texts)
     batches = tuple(_microbatch(shape, m, lengths[m], cuts) for m in range(microbatches))
     every = [n for of in lengths for n in of]
     samples = tuple(PlannedSample("text", i, n, ((0, n),)) for i, n in enumerate(every))
@@ -166,7 +174,7 @@ def make_plan(
         samples=samples,
         microbatches=batches,
         items=tuple(items),
-        chunks=tuple(chunks),
+        encoder_batches=tuple(encoder_batches),
         routes=(),
         ops=(),
         reductions=tuple((n, p) for n in trained for p in range(shape.num_parts if n == LLM else 1)),
@@ -176,7 +184,7 @@ def make_plan(
     order = build_forward_only(domain)
     if train:
         builder = BUILDERS[schedule] if isinstance(schedule, str) else schedule
-        places = isinstance(builder, SchedulePolicy) and builder.quanta
+        places = isinstance(builder, SchedulePolicy) and builder.encoder_batches
         facts = Facts(costs or FREE, one, _tp_groups(domain) if places else {}, frozenset(frozen))
         order = builder(domain, facts)
         if places:
@@ -206,10 +214,12 @@ def _bounds(domain: DomainPlan, schedule: str | Builder) -> tuple[tuple[str, int
 
 
 def _tp_groups(domain: DomainPlan) -> dict[str, list[tuple[int, ...]]]:
-    """Where chunks of one tp group may go: to any of their encoder's home, if all have the same size."""
+    """Where encoder batches of one tp group may go: to any of their encoder's home, if all have the same
+    size.
+    """
     tp_groups = {}
     for name, (first, stop) in zip(COMPONENTS, domain.homes, strict=True):
-        sizes = {c.tp for c in domain.chunks if c.component == name and c.layout.num_cp_ranks == 1}
+        sizes = {c.tp for c in domain.encoder_batches if c.component == name and c.layout.num_cp_ranks == 1}
         if len(sizes) == 1 and (stop - first) % (size := sizes.pop()) == 0:
             tp_groups[name] = [tuple(range(start, start + size)) for start in range(first, stop, size)]
     return tp_groups
@@ -233,7 +243,7 @@ FREE = _unit, _nothing
 
 def _pack(
     shape: Shape, work: list[Work], lengths: list[list[int]]
-) -> tuple[list[PlannedItem], list[Chunk], list[list[int]]]:
+) -> tuple[list[PlannedItem], list[EncoderBatch], list[list[int]]]:
     """Put the items of each microbatch into its sequences in turn, with text between them."""
     planned: list[PlannedItem] = []
     for piece in work:
@@ -247,7 +257,7 @@ def _pack(
             lengths[m][q] += rows + 1
     # Starts are those of the pack, not of the sequence.
     items = [replace(i, start=i.start + sum(lengths[i.microbatch][: i.sample % shape.pool])) for i in planned]
-    chunks, filled = [], 0
+    encoder_batches, filled = [], 0
     for piece in work:
         numbers = tuple(range(filled, filled + len(piece.rows)))
         filled += len(piece.rows)
@@ -258,8 +268,10 @@ def _pack(
         outputs = outputs_of(numbers, items, layout, len(piece.ranks) // piece.num_tp_groups, points)
         tiles = ((),) * len(numbers)
         batches = tuple(sorted({items[i].microbatch for i in numbers}))
-        chunks.append(Chunk(piece.component, batches, piece.ranks, numbers, layout, tiles, outputs))
-    return items, chunks, lengths
+        encoder_batches.append(
+            EncoderBatch(piece.component, batches, piece.ranks, numbers, layout, tiles, outputs)
+        )
+    return items, encoder_batches, lengths
 
 
 def _shards(item: int, rows: int, num_tp_groups: int) -> tuple[Shard, ...]:

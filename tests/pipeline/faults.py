@@ -209,7 +209,7 @@ def passes_of_sends(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator[
 def encodes_of_ships(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator[Pair]:
     for op in ops:
         if op.kind is Kind.ENCODE:
-            for m in plan.domain.chunks[op.index].microbatches:
+            for m in plan.domain.encoder_batches[op.index].microbatches:
                 yield op, Op(Kind.SHIP, m)
 
 
@@ -223,7 +223,7 @@ def backwards_of_returns(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iter
 def returns_of_encoders(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator[Pair]:
     for op in ops:
         if op.kind is Kind.ENCODE_BACKWARD and op.makes_input:
-            for m in plan.domain.chunks[op.index].microbatches:
+            for m in plan.domain.encoder_batches[op.index].microbatches:
                 yield Op(Kind.WAIT, m, Kind.RETURN), op
 
 
@@ -237,7 +237,9 @@ def gradients_of_reductions(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> I
     for op in ops:
         if op.kind in BACKWARDS and op.makes_weight:
             llm = op.kind is Kind.BACKWARD
-            name = plan.components[plan.domain.llm] if llm else plan.domain.chunks[op.index].component
+            name = (
+                plan.components[plan.domain.llm] if llm else plan.domain.encoder_batches[op.index].component
+            )
             yield op, Op(Kind.REDUCE, plan.components.index(name), part=op.part)
 
 
@@ -359,7 +361,7 @@ ORDERS: dict[str, Fault] = {
     "a pass before its rows": out_of_order(waits_of_rows),
     "a backward before its forward": out_of_order(forwards_of_backwards),
     "a send before its pass": out_of_order(passes_of_sends),
-    "a ship before its chunk": out_of_order(encodes_of_ships),
+    "a ship before its encoder batch": out_of_order(encodes_of_ships),
     "a return before its backward": out_of_order(backwards_of_returns),
     "an encoder's backward before its gradients": out_of_order(returns_of_encoders),
     "a weight gradient before its input gradient": out_of_order(halves),

@@ -1,4 +1,6 @@
-"""Faults in what lists run, and in what a plan says of parts, chunks and rows (R5, R6): see `faults.py`."""
+"""Faults in what lists run, and in what a plan says of parts, encoder batches and rows (R5, R6): see
+`faults.py`.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -69,16 +71,16 @@ def a_part_it_lacks(plan: StepPlan, team: int) -> Op | None:
     return Op(Kind.FORWARD, 0, part=min(others)) if others and plan.domain.microbatches else None
 
 
-def a_chunk_of_others(plan: StepPlan, team: int) -> Op | None:
-    for c, chunk in enumerate(plan.domain.chunks):
-        if team * plan.domain.team not in chunk.ranks:
+def an_encoder_batch_of_others(plan: StepPlan, team: int) -> Op | None:
+    for c, batch in enumerate(plan.domain.encoder_batches):
+        if team * plan.domain.team not in batch.ranks:
             return Op(Kind.ENCODE, c)
     return None
 
 
-def a_frozen_chunk(plan: StepPlan, team: int) -> Op | None:
-    for c, chunk in enumerate(plan.domain.chunks):
-        if chunk.component in plan.frozen and team * plan.domain.team in chunk.ranks:
+def a_frozen_encoder_batch(plan: StepPlan, team: int) -> Op | None:
+    for c, batch in enumerate(plan.domain.encoder_batches):
+        if batch.component in plan.frozen and team * plan.domain.team in batch.ranks:
             return Op(Kind.ENCODE_BACKWARD, c)
     return None
 
@@ -98,30 +100,38 @@ def a_whole_beside_halves(plan: StepPlan, team: int) -> Op | None:
 # R5: places.
 
 
-def chunk_where_its_encoder_is_not(plan: StepPlan, random: Random) -> Planted | None:
-    """A chunk moves to other ranks, with its ops and its rows."""
+def encoder_batch_where_its_encoder_is_not(plan: StepPlan, random: Random) -> Planted | None:
+    """An encoder batch moves to other ranks, with its ops and its rows."""
     domain, found = plan.domain, []
     homes = dict(zip(plan.components, domain.homes, strict=True))
-    for c, chunk in enumerate(domain.chunks):
-        for start in range(0, domain.num_ranks - len(chunk.ranks) + 1, domain.team):
-            if start < homes[chunk.component][0] or start + len(chunk.ranks) > homes[chunk.component][1]:
-                found.append((c, tuple(range(start, start + len(chunk.ranks)))))
+    for c, batch in enumerate(domain.encoder_batches):
+        for start in range(0, domain.num_ranks - len(batch.ranks) + 1, domain.team):
+            if start < homes[batch.component][0] or start + len(batch.ranks) > homes[batch.component][1]:
+                found.append((c, tuple(range(start, start + len(batch.ranks)))))
     if not found:
         return None
     c, ranks = random.choice(found)
-    lists, chunk = lists_of(plan), domain.chunks[c]
+    lists, batch = lists_of(plan), domain.encoder_batches[c]
     own = [Op(kind, c, grad=grad) for kind in ENCODES for grad in Grad]
-    ran = [op for op in lists[chunk.ranks[0] // domain.team] if op in own]
+    ran = [op for op in lists[batch.ranks[0] // domain.team] if op in own]
     lists = [[op for op in ops if op not in own] for ops in lists]
     for team in range(ranks[0] // domain.team, ranks[-1] // domain.team + 1):
         lists[team] = ran[:1] + lists[team] + ran[1:]
-    chunks = (*domain.chunks[:c], replace(chunk, ranks=ranks), *domain.chunks[c + 1 :])
-    words = f"chunk {c} is on positions {ranks}, which do not all hold {chunk.component}"
-    return Planted(with_domain(with_ops(plan, lists), chunks=chunks), "R5", (words,))
+    encoder_batches = (
+        *domain.encoder_batches[:c],
+        replace(batch, ranks=ranks),
+        *domain.encoder_batches[c + 1 :],
+    )
+    words = f"chunk {c} is on positions {ranks}, which do not all hold {batch.component}"
+    return Planted(with_domain(with_ops(plan, lists), encoder_batches=encoder_batches), "R5", (words,))
 
 
-def changed_chunks(change: Callable[[StepPlan, Random], tuple[tuple[int, ...], str] | None]) -> Fault:
-    """The chunks of these numbers take the place of all; those that are new have the ops of the old."""
+def changed_encoder_batches(
+    change: Callable[[StepPlan, Random], tuple[tuple[int, ...], str] | None],
+) -> Fault:
+    """The encoder batches of these numbers take the place of all; those that are new have the ops of the
+    old.
+    """
 
     def plant(plan: StepPlan, random: Random) -> Planted | None:
         changed = change(plan, random)
@@ -140,27 +150,27 @@ def changed_chunks(change: Callable[[StepPlan, Random], tuple[tuple[int, ...], s
             ]
             for ops in plan.domain.ops
         ]
-        chunks = tuple(plan.domain.chunks[number] for number in numbers)
-        return Planted(with_domain(with_ops(plan, lists), chunks=chunks), "R5", (said,))
+        encoder_batches = tuple(plan.domain.encoder_batches[number] for number in numbers)
+        return Planted(with_domain(with_ops(plan, lists), encoder_batches=encoder_batches), "R5", (said,))
 
     return plant
 
 
-def a_chunk_two_times(plan: StepPlan, random: Random) -> tuple[tuple[int, ...], str] | None:
-    numbers = range(len(plan.domain.chunks))
+def an_encoder_batch_two_times(plan: StepPlan, random: Random) -> tuple[tuple[int, ...], str] | None:
+    numbers = range(len(plan.domain.encoder_batches))
     if not numbers:
         return None
     again = random.choice(numbers)
-    return (*numbers, again), f"item {random.choice(plan.domain.chunks[again].items)} is in 2 chunks"
+    return (*numbers, again), f"item {random.choice(plan.domain.encoder_batches[again].items)} is in 2 chunks"
 
 
-def a_chunk_less(plan: StepPlan, random: Random) -> tuple[tuple[int, ...], str] | None:
-    numbers = range(len(plan.domain.chunks))
+def an_encoder_batch_less(plan: StepPlan, random: Random) -> tuple[tuple[int, ...], str] | None:
+    numbers = range(len(plan.domain.encoder_batches))
     if not numbers:
         return None
     left = random.choice(numbers)
     kept = tuple(number for number in numbers if number != left)
-    return kept, f"item {random.choice(plan.domain.chunks[left].items)} is in 0 chunks"
+    return kept, f"item {random.choice(plan.domain.encoder_batches[left].items)} is in 0 chunks"
 
 
 def changed_route(lose: bool) -> Fault:
@@ -241,19 +251,21 @@ WORK: dict[str, Fault] = {
     "a microbatch too many": added_op(a_microbatch_too_many, ", which is not in the plan"),
     "a pass left out": changed_count(of_kind(*PASSES), 0),
     "a pass twice": changed_count(of_kind(*PASSES), 2),
-    "a chunk left out": changed_count(of_kind(*ENCODES), 0),
-    "a chunk twice": changed_count(of_kind(*ENCODES), 2),
-    "a chunk of others": added_op(a_chunk_of_others, " 1 times, not 0: a chunk of positions "),
+    "an encoder batch left out": changed_count(of_kind(*ENCODES), 0),
+    "an encoder batch twice": changed_count(of_kind(*ENCODES), 2),
+    "an encoder batch of others": added_op(
+        an_encoder_batch_of_others, " 1 times, not 0: a chunk of positions "
+    ),
     "a weight gradient left out": changed_count(lambda op: op.grad is Grad.WEIGHT, 0),
     "a weight gradient twice": changed_count(lambda op: op.grad is Grad.WEIGHT, 2),
     "a whole backward beside its halves": added_op(a_whole_beside_halves, " 1 times whole, 1 times "),
     "a reduction left out": changed_count(of_kind(Kind.REDUCE), 0),
     "a part that its rank lacks": added_op(a_part_it_lacks, ", which is not in the plan"),
-    "a backward of a frozen encoder": added_op(a_frozen_chunk, " 1 times, not 0: "),
+    "a backward of a frozen encoder": added_op(a_frozen_encoder_batch, " 1 times, not 0: "),
     "a weight gradient of a frozen llm": added_op(a_frozen_weight, " 1 for weights, not "),
-    "a chunk where its encoder is not": chunk_where_its_encoder_is_not,
-    "a chunk two times": changed_chunks(a_chunk_two_times),
-    "a chunk less": changed_chunks(a_chunk_less),
+    "an encoder batch where its encoder is not": encoder_batch_where_its_encoder_is_not,
+    "an encoder batch two times": changed_encoder_batches(an_encoder_batch_two_times),
+    "an encoder batch less": changed_encoder_batches(an_encoder_batch_less),
     "rows that arrive elsewhere": changed_route(lose=False),
     "rows that are lost": changed_route(lose=True),
     "a part that two ranks hold": part_held_twice,

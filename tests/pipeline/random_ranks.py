@@ -139,7 +139,7 @@ class RandomRanks:
         if kind in (Kind.SHIP, Kind.RETURN):
             return (kind, *range(len(self.ranks)))
         if kind in ENCODER:
-            return ("together", *self.domain.chunks[op.index].ranks)
+            return ("together", *self.domain.encoder_batches[op.index].ranks)
         if kind in PASS:
             low = rank // self.domain.party * self.domain.party
             return ("together", *range(low, low + self.domain.party))
@@ -241,16 +241,16 @@ class RandomRanks:
         return True
 
     def do(self, op: Op, rank: int) -> None:  # noqa: C901  one branch for each kind of op
-        me, chunks, m, part = self.ranks[rank], self.domain.chunks, op.index, op.part
+        me, encoder_batches, m, part = self.ranks[rank], self.domain.encoder_batches, op.index, op.part
         own = self.holds[rank]
         if op.kind is Kind.ENCODE:
-            for batch in chunks[m].microbatches:
+            for batch in encoder_batches[m].microbatches:
                 me.put("encoded", m, batch)
-            if self.plan.train and chunks[m].component not in self.plan.frozen:
+            if self.plan.train and encoder_batches[m].component not in self.plan.frozen:
                 me.put("graph", m)
         elif op.kind is Kind.SHIP:
-            for c, chunk in enumerate(chunks):
-                if m in chunk.microbatches and rank in chunk.ranks:
+            for c, encoder_batch in enumerate(encoder_batches):
+                if m in encoder_batch.microbatches and rank in encoder_batch.ranks:
                     me.take(op, "encoded", c, m)
             self.issue(rank, op)
         elif op.kind is Kind.FORWARD:
@@ -281,7 +281,7 @@ class RandomRanks:
         elif op.kind is Kind.ENCODE_BACKWARD and op.grad is Grad.WEIGHT:
             me.take(op, "encoder weights", m)
         elif op.kind is Kind.ENCODE_BACKWARD:
-            for batch in chunks[m].microbatches:
+            for batch in encoder_batches[m].microbatches:
                 if (Kind.RETURN, batch, 0) not in me.values:
                     raise DataError(f"{op} runs before its gradients are there")
             me.take(op, "graph", m)
@@ -300,7 +300,7 @@ class RandomRanks:
             self.issue(rank, op)
         if op.kind in (Kind.BACKWARD, Kind.ENCODE_BACKWARD) and op.grad is not Grad.INPUT:
             llm = op.kind is Kind.BACKWARD
-            number = self.domain.llm if llm else self.plan.components.index(chunks[m].component)
+            number = self.domain.llm if llm else self.plan.components.index(encoder_batches[m].component)
             if (number, part) in me.summed:
                 raise DataError(f"{op} adds to gradients that were reduced before")
 
@@ -323,5 +323,5 @@ class RandomRanks:
 
     @staticmethod
     def forget_returns(me: _Rank) -> None:
-        # Gradients of rows serve every chunk of their microbatch, and none where all are frozen.
+        # Gradients of rows serve every encoder batch of their microbatch, and none where all are frozen.
         me.values = {value for value in me.values if value[0] is not Kind.RETURN}

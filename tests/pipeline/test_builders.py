@@ -143,7 +143,7 @@ def compute_of(ops: tuple[Op, ...]) -> str:
 def with_encoders(
     schedule: str, stages: int, microbatches: int, rank: int, beside: int = 0, frozen: tuple[str, ...] = ()
 ) -> DomainPlan:
-    """A chunk of each microbatch on `rank`, or in turn on the `beside` ranks from there on."""
+    """An encoder batch of each microbatch on `rank`, or in turn on the `beside` ranks from there on."""
     ranks = [rank + m % max(1, beside) for m in range(microbatches)]
     work = [Work("image", m, (ranks[m],), (2,)) for m in range(microbatches)]
     home = (min(ranks), max(ranks) + 1)

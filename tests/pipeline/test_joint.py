@@ -19,7 +19,9 @@ STAGES, MICROBATCHES, FORWARD = 4, 12, 600
 
 
 def costs_of(encode_ns: int) -> Costs:
-    """Even stages, a backward twice as long as a forward, chunks that all take `encode_ns`, free messages."""
+    """Even stages, a backward twice as long as a forward, encoder batches that all take `encode_ns`, free
+    messages.
+    """
 
     def compute_ns(rank: int, op: Op) -> int:
         if op.kind is Kind.REDUCE:
@@ -31,9 +33,15 @@ def costs_of(encode_ns: int) -> Costs:
     return compute_ns, lambda op: 0
 
 
-def domain_of(schedule, costs: Costs, chunks: int = STAGES, frozen=(), shared: bool = False) -> DomainPlan:
-    """So many chunks in each microbatch, a rank each, in turn; and if asked one that all ranks share."""
-    work = [Work("image", m, (n % STAGES,), (1,)) for m in range(MICROBATCHES) for n in range(chunks)]
+def domain_of(
+    schedule, costs: Costs, encoder_batches: int = STAGES, frozen=(), shared: bool = False
+) -> DomainPlan:
+    """So many encoder batches in each microbatch, a rank each, in turn; and if asked one that all ranks
+    share.
+    """
+    work = [
+        Work("image", m, (n % STAGES,), (1,)) for m in range(MICROBATCHES) for n in range(encoder_batches)
+    ]
     if shared:
         work += [Work("image", m, tuple(range(STAGES)), (8,), STAGES) for m in range(0, MICROBATCHES, 4)]
     return make_plan(Shape(STAGES), MICROBATCHES, work, schedule, frozen, costs=costs).domain
@@ -44,7 +52,7 @@ def makespan(domain: DomainPlan, costs: Costs) -> int:
 
 
 def held(ops) -> int:
-    """The most chunks whose activations a rank holds."""
+    """The most encoder batches whose activations a rank holds."""
     most = now = 0
     for op in ops:
         now += (op.kind is Kind.ENCODE) - (op.kind is Kind.ENCODE_BACKWARD)
@@ -69,9 +77,10 @@ def test_too_little_encoder_work_fills_a_part_of_the_bubble():
 
 
 def test_backwards_of_encoders_hold_up_no_pass_that_others_wait_for():
-    # One chunk a microbatch: idle time has room for all of them, but most gaps are shorter than a backward.
+    # One encoder batch a microbatch: idle time has room for all of them, but most gaps are shorter than a
+    # backward.
     costs = costs_of(200)
-    events = run(domain_of("joint", costs, chunks=1), *costs).events
+    events = run(domain_of("joint", costs, encoder_batches=1), *costs).events
     last = max(event.end_ns for of in events for event in of if event.op.kind is Kind.BACKWARD)
     alone = (MICROBATCHES + STAGES - 1) * 3 * FORWARD
     assert last <= alone + 200, "passes end as they would alone, but for the first encoding"
@@ -84,14 +93,14 @@ def test_joint_is_no_slower_than_encoding_first(encode_ns):
         assert makespan(domain_of(joint, costs), costs) <= makespan(domain_of(around, costs), costs)
 
 
-def test_a_chunk_is_encoded_and_goes_back_where_the_order_puts_it():
+def test_an_encoder_batch_is_encoded_and_goes_back_where_the_order_puts_it():
     costs = costs_of(300)
     domain = domain_of("joint", costs)
     for team, ops in enumerate(domain.ops):
-        mine = [number for number, chunk in enumerate(domain.chunks) if chunk.ranks == (team,)]
+        mine = [number for number, batch in enumerate(domain.encoder_batches) if batch.ranks == (team,)]
         for kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
             assert sorted(op.index for op in ops if op.kind is kind) == mine
-    each = Counter(chunk.ranks for chunk in domain.chunks)
+    each = Counter(batch.ranks for batch in domain.encoder_batches)
     assert max(each.values()) - min(each.values()) <= 2  # even stages take evenly
 
 
@@ -107,10 +116,10 @@ def test_activations_of_encoders_stay_under_their_bound(room):
         assert max(map(held, order)) == room
 
 
-def test_chunks_that_all_ranks_share_come_before_the_pipeline_and_after_it():
+def test_encoder_batches_that_all_ranks_share_come_before_the_pipeline_and_after_it():
     costs = costs_of(300)
     domain = domain_of("joint", costs, shared=True)
-    shared = {number for number, chunk in enumerate(domain.chunks) if chunk.layout.num_cp_ranks > 1}
+    shared = {number for number, batch in enumerate(domain.encoder_batches) if batch.layout.num_cp_ranks > 1}
     assert len(shared) == 3
     for ops in domain.ops:
         compute = [op for op in ops if op.kind in COMPUTE]
@@ -128,7 +137,7 @@ def test_what_is_longer_than_any_pass_is_encoded_first_and_goes_back_last():
         return usual(rank, op) * (20 if op.index == long and op.kind in ENCODES else 1)
 
     domain = domain_of("joint", (compute_ns, message_ns))
-    (team,) = domain.chunks[long].ranks
+    (team,) = domain.encoder_batches[long].ranks
     compute = [op for op in domain.ops[team] if op.kind in COMPUTE]
     assert compute[0] == Op(Kind.ENCODE, long)
     last_pass = max(at for at, op in enumerate(compute) if op.kind is Kind.BACKWARD)
@@ -170,13 +179,13 @@ def test_shares_follow_what_ranks_idle_once_gradients_are_back():
     assert second == pytest.approx(2 * first, abs=2)
 
 
-def test_quanta_are_dealt_evenly_along_the_order():
+def test_encoder_batches_are_dealt_evenly_along_the_order():
     dealt = deal_out([10] * 12, [1, 2, 3])
     assert Counter(dealt) == {0: 2, 1: 4, 2: 6}
     assert Counter(dealt[:6]) == {0: 1, 1: 2, 2: 3}
 
 
-def test_long_quanta_are_dealt_first_and_count():
+def test_long_encoder_batches_are_dealt_first_and_count():
     """One takes as much as six others: its tp group gets none of these."""
     dealt = deal_out([10, 10, 10, 60, 10, 10, 10], [1, 1])
     tp_group = dealt[3]
@@ -184,7 +193,7 @@ def test_long_quanta_are_dealt_first_and_count():
     assert deal_out([5, 5], [0, 0]) in ([1, 0], [0, 1])  # without shares evenly
 
 
-def test_tp_groups_exchange_quanta_where_few_are_dealt():
+def test_tp_groups_exchange_encoder_batches_where_few_are_dealt():
     """In order they come to 8 + 5 + 4 and 7 + 6; 8 and 6 change places."""
     dealt = deal_out([8, 7, 6, 5, 4], [15, 15])
     assert [
@@ -201,4 +210,4 @@ def test_every_joint_schedule_is_registered():
         "joint_zero_bubble_h1",
         "joint_zero_bubble_h2",
     }
-    assert ENCODE_FIRST.quanta == 0 < JOINT.quanta
+    assert ENCODE_FIRST.encoder_batches == 0 < JOINT.encoder_batches

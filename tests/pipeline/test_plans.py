@@ -24,7 +24,7 @@ HERE = Path(__file__).parent
 
 def a_plan() -> StepPlan:
     """Two stages of two cp ranks with a team of two ranks, and a team beside them, with halves of backwards,
-    a quantum of two microbatches, an attach point beside the embedding and reductions of parts.
+    an encoder batch of two microbatches, an attach point beside the embedding and reductions of parts.
     """
     work = [
         Work("image", 0, (2, 3), (2, 1)),
@@ -38,8 +38,8 @@ def a_plan() -> StepPlan:
     batch = plan.domain.microbatches[0]
     tiled = replace(batch, tiles=((Tile(0, 0, 2, 0, 3), Tile(1, 0, 2, 3, 2)), ()), exchange_ns=(3, 4))
     plan = set_at(plan, ["domain", "microbatches", 0], tiled)
-    plan = set_at(plan, ["domain", "chunks", 2, "tiles", 1], (Tile(1, 0, 1, 0, 8),))
-    plan = set_at(plan, ["domain", "chunks", 2, "exchange_ns"], (5, 6))
+    plan = set_at(plan, ["domain", "encoder_batches", 2, "tiles", 1], (Tile(1, 0, 1, 0, 8),))
+    plan = set_at(plan, ["domain", "encoder_batches", 2, "exchange_ns"], (5, 6))
     taken = replace(plan.taken, cursor=5, next_cursor=9, skipped=(("text", 9),))
     return replace(plan, taken=taken, number=1)
 
@@ -200,8 +200,8 @@ def test_plans_without_differences_have_none():
 
 def test_a_difference_tells_both_values():
     plan = a_plan()
-    other = set_at(plan, ["domain", "chunks", 2, "ranks", 1], 5)
-    assert diff(plan, other) == ["plan.domain.chunks[2].ranks[1]: 1 != 5"]
+    other = set_at(plan, ["domain", "encoder_batches", 2, "ranks", 1], 5)
+    assert diff(plan, other) == ["plan.domain.encoder_batches[2].ranks[1]: 1 != 5"]
 
 
 def test_a_longer_list_is_named_with_its_first_change():

@@ -37,7 +37,7 @@ def test_what_a_schedule_makes_of_random_domains_is_accepted(schedule):
 def facts(plan: StepPlan) -> set[tuple[object, ...]]:
     """What a domain is an example of."""
     domain = plan.domain
-    components = {chunk.component for chunk in domain.chunks}
+    components = {encoder_batch.component for encoder_batch in domain.encoder_batches}
     seen = {
         ("stages", domain.num_stages),
         ("parts of a rank", domain.num_parts // domain.num_stages),
@@ -49,15 +49,18 @@ def facts(plan: StepPlan) -> set[tuple[object, ...]]:
         ("encoders", len(components)),
         ("points of rows", len(domain.all_points)),
         ("microbatches", len(domain.microbatches)),
-        ("without items", None in domain.routes and domain.chunks != ()),
-        ("no chunk", domain.chunks == ()),
+        ("without items", None in domain.routes and domain.encoder_batches != ()),
+        ("no encoder batch", domain.encoder_batches == ()),
         ("frozen", *plan.frozen),
     }
-    for chunk in domain.chunks:
-        seen |= {("tp groups of a chunk", chunk.layout.num_cp_ranks), ("ranks of a tp group", chunk.tp)}
-        seen |= {("microbatches of a chunk", len(chunk.microbatches))}
-        seen |= {("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks}))}
-        seen |= {("shards of an item", len(shards)) for shards in chunk.layout.shards}
+    for encoder_batch in domain.encoder_batches:
+        seen |= {
+            ("tp groups of an encoder batch", encoder_batch.layout.num_cp_ranks),
+            ("ranks of a tp group", encoder_batch.tp),
+        }
+        seen |= {("microbatches of an encoder batch", len(encoder_batch.microbatches))}
+        seen |= {("stages of an encoder batch", len({domain.stage(rank) for rank in encoder_batch.ranks}))}
+        seen |= {("shards of an item", len(shards)) for shards in encoder_batch.layout.shards}
     pieces = {len(shards) for batch in domain.microbatches for shards in batch.layout.shards}
     return seen | {("shards of a sequence", count) for count in pieces}
 
@@ -74,11 +77,16 @@ def test_random_domains_are_of_every_kind(schedule):
     wanted |= {("pool", n) for n in (1, 2, 3)} | {("party", n) for n in (1, 2, 3, 4)}
     wanted |= {(name, n) for name in ("tp", "team", "ranks of a tp group") for n in (1, 2)}
     wanted |= {("encoders beside", flag) for flag in (False, True)} | {("encoders", n) for n in (0, 1, 2)}
-    wanted |= {("points of rows", n) for n in (1, 2, 3)} | {("without items", True), ("no chunk", True)}
-    wanted |= {("tp groups of a chunk", n) for n in (1, 2, 3, 4)} | {
-        ("stages of a chunk", n) for n in (1, 2, 3)
+    wanted |= {("points of rows", n) for n in (1, 2, 3)} | {
+        ("without items", True),
+        ("no encoder batch", True),
     }
-    wanted |= {("microbatches of a chunk", n) for n in (1, 2)} | {("shards of an item", n) for n in (1, 2)}
+    wanted |= {("tp groups of an encoder batch", n) for n in (1, 2, 3, 4)} | {
+        ("stages of an encoder batch", n) for n in (1, 2, 3)
+    }
+    wanted |= {("microbatches of an encoder batch", n) for n in (1, 2)} | {
+        ("shards of an item", n) for n in (1, 2)
+    }
     wanted |= {("shards of a sequence", n) for n in (1, 2, 3)}
     wanted |= {("frozen", *names) for names in ((), ("image",), ("audio", "image"), ("llm",))}
     if BUILDERS[schedule].parts is None:

@@ -41,7 +41,7 @@ def test_the_llm_is_reduced_while_encoders_go_back():
         assert max(at for at, kind in enumerate(kinds) if kind is Kind.BACKWARD) < reduction
         assert reduction < kinds.index(Kind.ENCODE_BACKWARD)
         assert [op.on for op in ops[-2:]] == [Kind.REDUCE] * 2
-    # Each rank goes back through two chunks after its last pass, 200 ns.
+    # Each rank goes back through two encoder batches after its last pass, 200 ns.
     assert makespan(domain, 200) == makespan(domain, 0)
     assert makespan(domain, 300) == makespan(domain, 0) + 100
 

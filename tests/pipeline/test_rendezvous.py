@@ -23,24 +23,24 @@ TOGETHER = Shape(STAGES, tp=2, party=2, team=2)
 
 
 def uneven(seed: int, encode_ns: int = 900) -> Costs:
-    """Passes that take up to 30 % more or less than others, on each stage anew; chunks that take up to twice
-    as long as each other; messages of a hundredth of a pass.
+    """Passes that take up to 30 % more or less than others, on each stage anew; encoder batches that take up
+    to twice as long as each other; messages of a hundredth of a pass.
     """
     random = Random(seed)
     of_stage = [[random.randint(700, 1300) for _ in range(MICROBATCHES)] for _ in range(STAGES)]
-    of_chunk = [random.randint(encode_ns // 2, encode_ns) for _ in range(4 * MICROBATCHES)]
+    of_encoder_batch = [random.randint(encode_ns // 2, encode_ns) for _ in range(4 * MICROBATCHES)]
 
     def compute_ns(rank: int, op: Op) -> int:
         if op.kind is Kind.REDUCE:
             return 0
         encodes = op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD)
-        ns = of_chunk[op.index] if encodes else of_stage[op.part][op.index]
+        ns = of_encoder_batch[op.index] if encodes else of_stage[op.part][op.index]
         return 2 * ns if op.kind in BACKWARDS else ns
 
     return compute_ns, lambda op: 10
 
 
-def chunk_on_each_stage() -> list[Work]:
+def encoder_batch_on_each_stage() -> list[Work]:
     return [Work("image", m, (2 * stage, 2 * stage + 1), (1,)) for m in range(8) for stage in range(STAGES)]
 
 
@@ -58,10 +58,10 @@ def test_uneven_passes_lose_little_to_one_queue(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_of_many_microbatches_pass_at_one_meeting(seed: int) -> None:
-    """Shipping each microbatch as soon as it is encoded would have all teams meet between uneven chunks: in
-    the order in which transfers start with free queues these take 1.08 to 1.15 times as long.
+    """Shipping each microbatch as soon as it is encoded would have all teams meet between uneven encoder
+    batches: in the order in which transfers start with free queues these take 1.08 to 1.15 times as long.
     """
-    plan = make_plan(TOGETHER, MICROBATCHES, chunk_on_each_stage(), "encode_first")
+    plan = make_plan(TOGETHER, MICROBATCHES, encoder_batch_on_each_stage(), "encode_first")
     costs = uneven(seed, 8000)
     assert over_free(plan.domain, costs) <= 1.03
 
@@ -70,7 +70,7 @@ def test_rows_of_many_microbatches_pass_at_one_meeting(seed: int) -> None:
 def test_only_issues_change_their_places(seed: int) -> None:
     random = Random(seed)
     shape = random.choice([TOGETHER, Shape(3, pool=2, tp=2, party=4), Shape(2, tp=2, party=2, beside=1)])
-    work = random_work(random, shape, 6) if shape.team == 1 else chunk_on_each_stage()
+    work = random_work(random, shape, 6) if shape.team == 1 else encoder_batch_on_each_stage()
     plan = make_plan(shape, 8, work, random.choice([*BUILDERS]))
     times: dict[tuple[int, Op], int] = {}
 
@@ -105,8 +105,9 @@ def test_a_stage_waits_for_the_next_one_before_it_begins_a_long_pass() -> None:
 
 def test_teams_gather_where_one_is_held_back() -> None:
     """The first stage has nothing to do until the rows of microbatch 0 are shipped, which the second one has
-    encoded at 10; all four must meet. The third is held back at 20, before a chunk of 1000. The others encode
-    chunks of 10, one of them 5 later than the other: they would not meet before they have run out of these.
+    encoded at 10; all four must meet. The third is held back at 20, before an encoder batch of 1000. The
+    others encode batches of 10, one of them 5 later than the other: they would not meet before they have run
+    out of these.
     """
     takes = {1: [10] * 10, 2: [20, 1000], 3: [5, *[10] * 10]}
     work = [
@@ -115,13 +116,13 @@ def test_teams_gather_where_one_is_held_back() -> None:
         for at in range(len(of))
     ]
     domain = make_plan(TOGETHER, 2, work, "encode_first").domain
-    chunk_ns: dict[int, int] = {}
+    encoder_batch_ns: dict[int, int] = {}
     for stage, of in takes.items():
-        mine = [number for number, chunk in enumerate(domain.chunks) if chunk.ranks[0] == 2 * stage]
-        chunk_ns |= dict(zip(mine, of, strict=True))
+        mine = [number for number, batch in enumerate(domain.encoder_batches) if batch.ranks[0] == 2 * stage]
+        encoder_batch_ns |= dict(zip(mine, of, strict=True))
 
     def compute_ns(rank: int, op: Op) -> int:
-        return chunk_ns[op.index] if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else 10
+        return encoder_batch_ns[op.index] if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else 10
 
     lists = in_orders(domain, meet(moves_of(run(domain, compute_ns, lambda op: 1))))
     timeline = run(replace(domain, ops=tuple(map(tuple, lists))), compute_ns, lambda op: 1, single_fifo=True)
@@ -129,9 +130,9 @@ def test_teams_gather_where_one_is_held_back() -> None:
     assert first.start_ns == 31
 
 
-def test_late_stages_encode_more_where_quanta_stay_apart_from_passes() -> None:
+def test_late_stages_encode_more_where_encoder_batches_stay_apart_from_passes() -> None:
     """The last of four stages idles for three forwards before its first pass and three backwards after its
-    last one, the first stage for none: it does so between its passes, where no quantum goes.
+    last one, the first stage for none: it does so between its passes, where no encoder batch goes.
     """
 
     def compute_ns(rank: int, op: Op) -> int:
@@ -147,12 +148,12 @@ def test_late_stages_encode_more_where_quanta_stay_apart_from_passes() -> None:
     assert [later - stage for stage, later in pairwise(each)] == [10, 10, 10]  # 3 x 1000 / (3 x 100)
 
 
-def test_with_one_queue_a_joint_schedule_keeps_quanta_apart_from_passes() -> None:
+def test_with_one_queue_a_joint_schedule_keeps_encoder_batches_apart_from_passes() -> None:
     costs = uneven(0)
 
     def order_of(one_queue: bool) -> list[list[Op]]:
         tp_groups = {"image": [(2 * stage, 2 * stage + 1) for stage in range(STAGES)]}
-        domain = make_plan(TOGETHER, MICROBATCHES, chunk_on_each_stage(), "encode_first").domain
+        domain = make_plan(TOGETHER, MICROBATCHES, encoder_batch_on_each_stage(), "encode_first").domain
         return JOINT(domain, Facts(costs, one, tp_groups, one_queue=one_queue))
 
     def between(ops: list[Op]) -> list[Op]:
@@ -165,13 +166,13 @@ def test_with_one_queue_a_joint_schedule_keeps_quanta_apart_from_passes() -> Non
 
 def test_ranks_that_pass_together_wait_until_each_has_encoded() -> None:
     """Two teams of the last stage encode for 100, and for 80, 80 and 5; their first pass may begin at 110. If
-    one has a chunk left then, it encodes that between passes, once the whole pipeline waits for it.
+    one has an encoder batch left then, it encodes that between passes, once the whole pipeline waits for it.
     """
-    chunk_ns = (100, 80, 80, 5)
-    work = [Work("image", m, (4, 5) if m == 0 else (6, 7), (1,)) for m in range(len(chunk_ns))]
+    encoder_batch_ns = (100, 80, 80, 5)
+    work = [Work("image", m, (4, 5) if m == 0 else (6, 7), (1,)) for m in range(len(encoder_batch_ns))]
 
     def compute_ns(rank: int, op: Op) -> int:
-        return chunk_ns[op.index] if op.kind in ENCODES else 10
+        return encoder_batch_ns[op.index] if op.kind in ENCODES else 10
 
     domain = make_plan(Shape(2, pool=2, tp=2, party=4, team=2), 4, work, "encode_first").domain
     for ops in JOINT(domain, Facts((compute_ns, lambda op: 0), one, one_queue=True)):

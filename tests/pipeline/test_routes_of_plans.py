@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from parallel.layout import split_evenly
 from parallel.sequence import SequenceLayout, Shard
-from pipeline.domain_plan import EMBEDDING, Chunk, DomainPlan, Microbatch, PlannedItem, Point
+from pipeline.domain_plan import EMBEDDING, DomainPlan, EncoderBatch, Microbatch, PlannedItem, Point
 from pipeline.routes import outputs_of, plan_routes
 
 STAGES = 3
@@ -23,7 +23,9 @@ def cut(random, units, num_cp_ranks, unit):
 
 
 def random_work(random):
-    """A microbatch over cp ranks of tp ranks a stage, chunks of two components, and their attach points."""
+    """A microbatch over cp ranks of tp ranks a stage, encoder batches of two components, and their attach
+    points.
+    """
     num_cp_ranks, tp = random.randint(1, 5), random.randint(1, 3)
     size = STAGES * num_cp_ranks * tp + random.randint(0, 3)
     lengths = [random.randint(1, 12) for _ in range(random.randint(1, 4))]
@@ -31,7 +33,7 @@ def random_work(random):
     points = [Point(f"llm.{number}", stage, place) for number, (stage, place) in enumerate(
         sorted(random.sample([(s, p) for s in range(STAGES) for p in range(1, 3)], 3)))]  # fmt: skip
     feeds = {"eye": (EMBEDDING, *points)[: random.randint(1, 3)], "ear": (EMBEDDING,)}
-    items, chunks, start = [], [], 0
+    items, encoder_batches, start = [], [], 0
     for sample, length in enumerate(lengths):
         first = start + random.randint(0, length)
         rows = random.randint(0, start + length - first)
@@ -42,20 +44,22 @@ def random_work(random):
         own = [i for i, item in enumerate(items) if item.component == component]
         for part in (own[:2], own[2:]):
             if part:
-                chunks.append(random_chunk(random, component, part, items, size, len(feeds[component])))
-    return layout, tp, size, items, chunks, feeds
+                encoder_batches.append(
+                    random_encoder_batch(random, component, part, items, size, len(feeds[component]))
+                )
+    return layout, tp, size, items, encoder_batches, feeds
 
 
-def random_chunk(random, component, part, items, size, num_points):
+def random_encoder_batch(random, component, part, items, size, num_points):
     tp = random.choice((1, 2))
     num_tp_groups = random.randint(1, size // tp)
     ranks = tuple(random.sample(range(size), num_tp_groups * tp))
     layout = SequenceLayout(num_tp_groups, tuple(cut(random, items[i].rows, num_tp_groups, 4) for i in part))
     outputs = outputs_of(part, items, layout, tp, num_points)
-    return Chunk(component, (0,), ranks, tuple(part), layout, ((),) * len(part), outputs)
+    return EncoderBatch(component, (0,), ranks, tuple(part), layout, ((),) * len(part), outputs)
 
 
-def domain_of(layout, tp, size, items, chunks, feeds):
+def domain_of(layout, tp, size, items, encoder_batches, feeds):
     """A domain of one microbatch over `size` domain ranks, of which STAGES stages hold a part each."""
     held = [(stage,) for stage in range(STAGES) for _ in range(layout.num_cp_ranks * tp)]
     return DomainPlan(
@@ -69,31 +73,31 @@ def domain_of(layout, tp, size, items, chunks, feeds):
         samples=(),
         microbatches=(Microbatch((), layout, ()),),
         items=tuple(items),
-        chunks=tuple(chunks),
+        encoder_batches=tuple(encoder_batches),
         routes=(),
         ops=(),
         feeds=tuple(feeds.items()),
     )
 
 
-def sent_rows(chunks, items, feeds):
+def sent_rows(encoder_batches, items, feeds):
     """Where each row is and which place it is meant for, one row at a time: (domain rank, row) by (item, row,
     point).
     """
     found, filled = {}, defaultdict(int)
-    for chunk in chunks:
+    for batch in encoder_batches:
         of_tp_group = defaultdict(list)
-        for point in feeds[chunk.component]:
-            for i, shards in zip(chunk.items, chunk.layout.shards, strict=True):
+        for point in feeds[batch.component]:
+            for i, shards in zip(batch.items, batch.layout.shards, strict=True):
                 for shard in shards:
                     first, stop = shard.start // 4, (shard.start + shard.length) // 4
                     of_tp_group[shard.cp_rank] += [(i, row, point) for row in range(first, stop)]
         for tp_group, rows in of_tp_group.items():
             owners = [
-                rank for rank, share in enumerate(split_evenly(len(rows), chunk.tp)) for _ in range(share)
+                rank for rank, share in enumerate(split_evenly(len(rows), batch.tp)) for _ in range(share)
             ]
             for row, owner in zip(rows, owners, strict=True):
-                domain_rank = chunk.ranks[tp_group * chunk.tp + owner]
+                domain_rank = batch.ranks[tp_group * batch.tp + owner]
                 assert row not in found, "every row is put out once for each attach point"
                 found[row] = domain_rank, filled[domain_rank]
                 filled[domain_rank] += 1
@@ -115,16 +119,16 @@ def places(layout, tp):
 @settings(deadline=None, max_examples=300)
 @given(st.randoms(use_true_random=False))
 def test_every_row_arrives_once_at_each_of_its_attach_points(random):
-    layout, tp, size, items, chunks, feeds = random_work(random)
-    domain = domain_of(layout, tp, size, items, chunks, feeds)
+    layout, tp, size, items, encoder_batches, feeds = random_work(random)
+    domain = domain_of(layout, tp, size, items, encoder_batches, feeds)
     (route,) = plan_routes(domain)
     place, stage_size = places(layout, tp), layout.num_cp_ranks * tp
     wanted = []
-    for (i, row, point), (domain_rank, at) in sent_rows(chunks, items, feeds).items():
+    for (i, row, point), (domain_rank, at) in sent_rows(encoder_batches, items, feeds).items():
         rank, token = place[items[i].start + row]
         destination = point.part * stage_size + rank
         wanted.append((domain_rank, at, destination, token, i, domain.all_points.index(point)))
-    planned = sum(items[i].rows * len(feeds[c.component]) for c in chunks for i in c.items)
+    planned = sum(items[i].rows * len(feeds[c.component]) for c in encoder_batches for i in c.items)
     assert len(wanted) == planned
     carried = [
         (s.source, s.source_start + n, s.destination, s.destination_start + n, s.item, s.point)

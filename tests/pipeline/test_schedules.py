@@ -61,13 +61,20 @@ def test_random_plans_hold_every_kind_of_domain():
         domain = plan.domain
         seen.add(("stages with rows", len({domain.stage(r) for r in range(shape.llm) if domain.points(r)})))
         seen |= {("stage size", shape.stage_size), ("party", shape.party), ("beside", shape.beside > 0)}
-        for chunk in domain.chunks:
-            seen.add(("tp groups", chunk.layout.num_cp_ranks, chunk.tp))
-            seen.add(("stages of a chunk", len({domain.stage(rank) for rank in chunk.ranks})))
-            seen |= {("shards", len(shards)) for shards in chunk.layout.shards}
+        for encoder_batch in domain.encoder_batches:
+            seen.add(("tp groups", encoder_batch.layout.num_cp_ranks, encoder_batch.tp))
+            seen.add(
+                ("stages of an encoder batch", len({domain.stage(rank) for rank in encoder_batch.ranks}))
+            )
+            seen |= {("shards", len(shards)) for shards in encoder_batch.layout.shards}
         seen |= {("pieces", len(s)) for batch in domain.microbatches for s in batch.layout.shards}
     assert seen >= {("stage size", n) for n in (1, 2, 3, 4)} | {("party", n) for n in (1, 2, 3, 4)}
-    assert seen >= {("beside", True), ("stages of a chunk", 2), ("stages of a chunk", 3), ("shards", 2)}
+    assert seen >= {
+        ("beside", True),
+        ("stages of an encoder batch", 2),
+        ("stages of an encoder batch", 3),
+        ("shards", 2),
+    }
     assert seen >= {("pieces", n) for n in (1, 2, 3)} | {("stages with rows", n) for n in (1, 2)}
     assert seen >= {
         ("tp groups", num_tp_groups, tp)
@@ -109,11 +116,11 @@ def test_the_simulated_order_is_the_order_of_the_lists(plan):
 
 @settings(deadline=None, max_examples=60)
 @given(plans())
-def test_every_chunk_and_every_microbatch_runs_once_where_it_belongs(plan):
+def test_every_encoder_batch_and_every_microbatch_runs_once_where_it_belongs(plan):
     domain = plan.domain
-    chunks, microbatches = range(len(domain.chunks)), range(len(domain.microbatches))
+    encoder_batches, microbatches = range(len(domain.encoder_batches)), range(len(domain.microbatches))
     for rank in range(domain.num_ranks):
-        mine = [c for c in chunks if rank in domain.chunks[c].ranks]
+        mine = [c for c in encoder_batches if rank in domain.encoder_batches[c].ranks]
         passes = list(microbatches) if domain.stage(rank) is not None else []
         assert sorted(of_kind(domain, rank, Kind.ENCODE)) == mine
         assert sorted(of_kind(domain, rank, Kind.ENCODE_BACKWARD)) == (mine if plan.train else [])
@@ -130,7 +137,7 @@ def test_every_chunk_and_every_microbatch_runs_once_where_it_belongs(plan):
 @given(plans())
 def test_microbatches_without_items_ship_and_return_nothing(plan):
     domain = plan.domain
-    with_items = sorted({m for chunk in domain.chunks for m in chunk.microbatches})
+    with_items = sorted({m for encoder_batch in domain.encoder_batches for m in encoder_batch.microbatches})
     for rank in range(domain.num_ranks):
         assert of_kind(domain, rank, Kind.SHIP) == with_items
         assert sorted(of_kind(domain, rank, Kind.RETURN)) == (with_items if plan.train else [])
@@ -189,9 +196,9 @@ def test_one_f_one_b_encodes_when_the_first_stage_needs_it_and_goes_back_when_it
             forwards += op.kind is Kind.FORWARD
             backwards += op.kind is Kind.BACKWARD
             if op.kind is Kind.ENCODE:
-                assert forwards == max(0, domain.chunks[op.index].microbatches[0] - stage)
+                assert forwards == max(0, domain.encoder_batches[op.index].microbatches[0] - stage)
             if op.kind is Kind.ENCODE_BACKWARD:
-                behind = domain.chunks[op.index].microbatches[0] + stage
+                behind = domain.encoder_batches[op.index].microbatches[0] + stage
                 assert backwards == min(microbatches, behind + 1)
 
 
@@ -222,12 +229,14 @@ def test_one_frozen_encoder_leaves_the_others_backward_alone(plan, seed):
     verify(plan, one)
     domain = plan.domain
     ranks = range(domain.num_ranks)
-    trained = [c for c, chunk in enumerate(domain.chunks) if chunk.component == "audio"]
+    trained = [
+        c for c, encoder_batch in enumerate(domain.encoder_batches) if encoder_batch.component == "audio"
+    ]
     for rank in ranks:
         ran = sorted(of_kind(domain, rank, Kind.ENCODE_BACKWARD))
-        assert ran == [c for c in trained if rank in domain.chunks[c].ranks]
+        assert ran == [c for c in trained if rank in domain.encoder_batches[c].ranks]
     returned = [of_kind(domain, rank, Kind.RETURN) for rank in ranks]
-    assert sorted(returned[0]) == sorted({m for c in trained for m in domain.chunks[c].microbatches})
+    assert sorted(returned[0]) == sorted({m for c in trained for m in domain.encoder_batches[c].microbatches})
     assert all(of_rank == returned[0] for of_rank in returned)
     RandomRanks(plan, seed).run()
 
@@ -341,7 +350,7 @@ def test_ranks_of_several_stages_that_encode_together_keep_one_order(microbatche
             assert done == min(microbatches, m + ranks[-1] + 1)
 
 
-def test_chunks_of_one_stage_go_back_as_soon_as_without_partners():
+def test_encoder_batches_of_one_stage_go_back_as_soon_as_without_partners():
     alone = [Work("image", m, (stage,), (2,)) for m in range(6) for stage in range(3)]
     paired = [Work("image", m, (2 * s, 2 * s + 1), (2,), num_tp_groups=2) for m in range(6) for s in range(3)]
     one = make_plan(3, 6, alone, "one_f_one_b").domain
@@ -350,12 +359,14 @@ def test_chunks_of_one_stage_go_back_as_soon_as_without_partners():
         assert two.ops[2 * stage] == two.ops[2 * stage + 1] == one.ops[stage]
 
 
-def test_chunks_may_stand_in_any_order_in_the_plan():
+def test_encoder_batches_may_stand_in_any_order_in_the_plan():
     work = [Work("image", m, (0, 1), (2,)) for m in (3, 1, 0, 2, 1)]
     for schedule in TRAINING:
         domain = make_plan(2, 4, work, schedule).domain
         for ops in domain.ops:
-            encoded = [domain.chunks[op.index].microbatches[0] for op in ops if op.kind is Kind.ENCODE]
+            encoded = [
+                domain.encoder_batches[op.index].microbatches[0] for op in ops if op.kind is Kind.ENCODE
+            ]
             assert encoded == sorted(encoded)
 
 
@@ -446,7 +457,7 @@ def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting(iss
     for rank in range(4):
         spent = spent_on(timeline, table_, rank)
         assert spent.issuing_ns == issue_ns * sum(op.kind not in COMPUTE for op in domain.ops_of(rank))
-        passes = 3 + (3 if rank < 2 else 0)  # microbatches, and chunks of the first two ranks
+        passes = 3 + (3 if rank < 2 else 0)  # microbatches, and encoder batches of the first two ranks
         assert spent.compute_ns == passes * (100 + 200)
         assert spent.layers_ns == passes * (7 + 7 + 2)
         reducing = 50 * sum(op.kind is Kind.REDUCE for op in domain.ops[rank])

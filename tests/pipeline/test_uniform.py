@@ -1,4 +1,6 @@
-"""Encoder work inserted evenly: an equal quantum before each forward, whatever items microbatches have."""
+"""Encoder work inserted evenly: an equal share of encoder work before each forward, whatever items
+microbatches have.
+"""
 
 from dataclasses import replace
 
@@ -11,24 +13,28 @@ from pipeline.domain_plan import DomainPlan
 from pipeline.ops import COMPUTE, Kind, Op
 from pipeline.simulator import run
 
-STAGES, MICROBATCHES, FORWARD, QUANTUM = 4, 12, 600, 300
+STAGES, MICROBATCHES, FORWARD, ENCODING = 4, 12, 600, 300
 
 
 def even_costs(rank: int, op: Op) -> int:
-    """Even stages and chunks; backwards take twice as long as forwards."""
+    """Even stages and encoder batches; backwards take twice as long as forwards."""
     if op.kind is Kind.REDUCE:
         return 0
-    ns = QUANTUM if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else FORWARD
+    ns = ENCODING if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else FORWARD
     return ns * (2 if op.kind in (Kind.BACKWARD, Kind.ENCODE_BACKWARD) else 1)
 
 
 COSTS: Costs = (even_costs, lambda op: 0)
 
 
-def domain_of(schedule, chunks_of: list[int], frozen=()) -> DomainPlan:
-    """So many chunks of each microbatch as are given, a rank each."""
-    work = [Work("image", m, (n % STAGES,), (1,)) for m, count in enumerate(chunks_of) for n in range(count)]
-    return make_plan(Shape(STAGES), len(chunks_of), work, schedule, frozen, costs=COSTS).domain
+def domain_of(schedule, encoder_batches_of: list[int], frozen=()) -> DomainPlan:
+    """So many encoder batches of each microbatch as are given, a rank each."""
+    work = [
+        Work("image", m, (n % STAGES,), (1,))
+        for m, count in enumerate(encoder_batches_of)
+        for n in range(count)
+    ]
+    return make_plan(Shape(STAGES), len(encoder_batches_of), work, schedule, frozen, costs=COSTS).domain
 
 
 def makespan(domain: DomainPlan) -> int:
@@ -40,10 +46,10 @@ def compute_of(domain: DomainPlan, stage: int, *kinds: Kind) -> list[Op]:
 
 
 @pytest.mark.parametrize(
-    "chunks", [[4] * 12, [0, 8] * 6, [8, 0] * 6, [16, 0, 0, 0] * 3, [1, 7, 4] * 4, [0] * 6 + [8] * 6]
+    "encoder_batches", [[4] * 12, [0, 8] * 6, [8, 0] * 6, [16, 0, 0, 0] * 3, [1, 7, 4] * 4, [0] * 6 + [8] * 6]
 )
-def test_every_slot_has_a_quantum_whatever_microbatches_have(chunks):
-    domain = domain_of("joint_uniform", chunks)
+def test_every_slot_has_an_encoder_batch_whatever_microbatches_have(encoder_batches):
+    domain = domain_of("joint_uniform", encoder_batches)
     for stage in range(STAGES):
         ops = compute_of(domain, stage, Kind.ENCODE, Kind.FORWARD)
         encoded = [0]
@@ -53,19 +59,21 @@ def test_every_slot_has_a_quantum_whatever_microbatches_have(chunks):
             else:
                 encoded.append(0)
         assert sum(encoded) == MICROBATCHES, "work is dealt evenly"
-        needed = [sum(chunks[: m + stage + 1]) / STAGES for m in range(MICROBATCHES)]
-        for m in range(MICROBATCHES):  # a quantum a slot, or what the first stage needs
+        needed = [sum(encoder_batches[: m + stage + 1]) / STAGES for m in range(MICROBATCHES)]
+        for m in range(MICROBATCHES):  # an encoder batch a slot, or what the first stage needs
             so_far = sum(encoded[: m + 1])
             assert max(min(m + stage + 1, MICROBATCHES), needed[m]) - 1 <= so_far
             assert so_far <= max(min(m + stage + 1, MICROBATCHES), needed[m]) + 1
 
 
-def test_a_step_takes_no_more_than_slots_of_passes_and_quanta():
-    """(M + S - 1) slots of a forward, a backward and a quantum both ways; less by what fills the warm-up."""
+def test_a_step_takes_no_more_than_slots_of_passes_and_encoder_batches():
+    """(M + S - 1) slots of a forward, a backward and an encoder batch both ways; less by what fills the
+    warm-up.
+    """
     taken = makespan(domain_of("joint_uniform", [STAGES] * MICROBATCHES))
-    assert taken <= (MICROBATCHES + STAGES - 1) * 3 * (FORWARD + QUANTUM)
+    assert taken <= (MICROBATCHES + STAGES - 1) * 3 * (FORWARD + ENCODING)
     assert taken < makespan(domain_of("encode_first", [STAGES] * MICROBATCHES))
-    assert taken >= (MICROBATCHES + STAGES - 1) * 3 * FORWARD + MICROBATCHES * 3 * QUANTUM // 2
+    assert taken >= (MICROBATCHES + STAGES - 1) * 3 * FORWARD + MICROBATCHES * 3 * ENCODING // 2
 
 
 def test_what_microbatches_differ_by_does_not_enter_the_pipeline():
@@ -84,13 +92,15 @@ def test_gradients_are_there_before_encoders_go_back():
             if op.kind is Kind.BACKWARD:
                 done = op.index
             else:
-                m = domain.chunks[op.index].microbatches[-1]
+                m = domain.encoder_batches[op.index].microbatches[-1]
                 assert m <= done - stage or done == MICROBATCHES - 1
 
 
 def test_what_fits_no_slot_comes_before_the_passes_and_goes_back_after_them():
-    chunks, long = [4] * 12, 22
-    work = [Work("image", m, (n % STAGES,), (1,)) for m, count in enumerate(chunks) for n in range(count)]
+    encoder_batches, long = [4] * 12, 22
+    work = [
+        Work("image", m, (n % STAGES,), (1,)) for m, count in enumerate(encoder_batches) for n in range(count)
+    ]
     work.append(Work("image", 7, tuple(range(STAGES)), (8,), STAGES))  # that all stages share
 
     def costs(rank: int, op: Op) -> int:
@@ -98,9 +108,9 @@ def test_what_fits_no_slot_comes_before_the_passes_and_goes_back_after_them():
         return even_costs(rank, op) * (5 if encodes and op.index == long else 1)
 
     domain = make_plan(Shape(STAGES), 12, work, "joint_uniform", costs=(costs, lambda op: 0)).domain
-    (shared,) = (n for n, chunk in enumerate(domain.chunks) if chunk.layout.num_cp_ranks > 1)
+    (shared,) = (n for n, batch in enumerate(domain.encoder_batches) if batch.layout.num_cp_ranks > 1)
     for stage in range(STAGES):
-        fits_none = {shared, *([long] if domain.chunks[long].ranks == (stage,) else [])}
+        fits_none = {shared, *([long] if domain.encoder_batches[long].ranks == (stage,) else [])}
         ops = compute_of(domain, stage, *COMPUTE)
         first = next(at for at, op in enumerate(ops) if op.kind is Kind.FORWARD)
         last = max(at for at, op in enumerate(ops) if op.kind is Kind.BACKWARD)
@@ -118,11 +128,11 @@ def test_what_is_bounded_is_just_in_time():
         for op in ops:
             ahead = max(ahead, op.index) if op.kind is Kind.FORWARD else ahead
             if op.kind is Kind.ENCODE:
-                assert base.chunks[op.index].microbatches[0] <= ahead + 1 + stage
+                assert base.encoder_batches[op.index].microbatches[0] <= ahead + 1 + stage
 
 
 def test_frozen_encoders_do_not_go_back():
     domain = domain_of("joint_uniform", [4] * 12, frozen=("image",))
     assert not any(op.kind in (Kind.ENCODE_BACKWARD, Kind.RETURN) for ops in domain.ops for op in ops)
     slots = MICROBATCHES + STAGES - 1
-    assert makespan(domain) <= slots * (3 * FORWARD + QUANTUM) * 1.01
+    assert makespan(domain) <= slots * (3 * FORWARD + ENCODING) * 1.01

@@ -35,7 +35,7 @@ STAGES = 2
 
 
 def a_plan() -> StepPlan:
-    """Four microbatches on two ranks that both encode for each; chunk 2·m + r is rank r's for m."""
+    """Four microbatches on two ranks that both encode for each; encoder batch 2·m + r is rank r's for m."""
     work = [Work("image", m, (rank,), (2, 1)) for m in range(4) for rank in range(STAGES)]
     return make_plan(STAGES, 4, work, "encode_first")
 
@@ -175,7 +175,7 @@ def test_an_op_before_what_it_uses_is_refused(rank, early, late):
     assert f"R3: position {rank} must run {early} before {late}" in problems(plan)
 
 
-def test_a_chunk_encoded_on_another_rank_than_planned_is_refused():
+def test_an_encoder_batch_encoded_on_another_rank_than_planned_is_refused():
     def edit(lists):
         for kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
             remove(lists[1], Op(kind, 7))
@@ -239,35 +239,46 @@ def test_an_encoder_backward_that_runs_twice_is_refused():
     assert "R5" in rules(edited(edit))
 
 
-def with_chunk(number: int, **changes: object) -> StepPlan:
-    """A plan with one changed chunk; what follows from its items follows them, where these are given."""
+def with_encoder_batch(number: int, **changes: object) -> StepPlan:
+    """A plan with one changed encoder batch; what follows from its items follows them, where these are
+    given.
+    """
     plan = a_plan()
     domain = plan.domain
-    chunk = replace(domain.chunks[number], **changes)
+    encoder_batch = replace(domain.encoder_batches[number], **changes)
     if "items" in changes:
-        items = [domain.items[i] for i in chunk.items]
-        chunk = replace(chunk, microbatches=tuple(sorted({item.microbatch for item in items})))
+        items = [domain.items[i] for i in encoder_batch.items]
+        encoder_batch = replace(
+            encoder_batch, microbatches=tuple(sorted({item.microbatch for item in items}))
+        )
         layout = SequenceLayout.whole([item.tokens for item in items], [0] * len(items), 1)
-        outputs = outputs_of(chunk.items, domain.items, layout, len(chunk.ranks))
-        chunk = replace(chunk, layout=layout, tiles=((),) * len(items), outputs=outputs)
-    return with_domain(plan, chunks=(*domain.chunks[:number], chunk, *domain.chunks[number + 1 :]))
+        outputs = outputs_of(encoder_batch.items, domain.items, layout, len(encoder_batch.ranks))
+        encoder_batch = replace(encoder_batch, layout=layout, tiles=((),) * len(items), outputs=outputs)
+    return with_domain(
+        plan,
+        encoder_batches=(
+            *domain.encoder_batches[:number],
+            encoder_batch,
+            *domain.encoder_batches[number + 1 :],
+        ),
+    )
 
 
-def test_an_item_of_two_chunks_is_refused():
-    chunks = a_plan().domain.chunks
-    found = problems(with_chunk(1, items=(*chunks[1].items, chunks[0].items[0])))
+def test_an_item_of_two_encoder_batches_is_refused():
+    encoder_batches = a_plan().domain.encoder_batches
+    found = problems(with_encoder_batch(1, items=(*encoder_batches[1].items, encoder_batches[0].items[0])))
     assert "R5: item 0 is in 2 chunks" in found
     assert all(text.startswith("R5") for text in found)
 
 
-def test_an_item_of_no_chunk_is_refused():
-    chunk = a_plan().domain.chunks[1]
-    found = problems(with_chunk(1, items=chunk.items[:-1]))
-    assert f"R5: item {chunk.items[-1]} is in 0 chunks" in found
+def test_an_item_of_no_encoder_batch_is_refused():
+    encoder_batch = a_plan().domain.encoder_batches[1]
+    found = problems(with_encoder_batch(1, items=encoder_batch.items[:-1]))
+    assert f"R5: item {encoder_batch.items[-1]} is in 0 chunks" in found
     assert all(text.startswith("R5") for text in found)
 
 
-BLOCKS = (ItemRows(0, 0, 0, 2), ItemRows(1, 0, 0, 1))  # what chunk 0 puts out
+BLOCKS = (ItemRows(0, 0, 0, 2), ItemRows(1, 0, 0, 1))  # what encoder batch 0 puts out
 
 
 @pytest.mark.parametrize(
@@ -292,20 +303,22 @@ BLOCKS = (ItemRows(0, 0, 0, 2), ItemRows(1, 0, 0, 1))  # what chunk 0 puts out
         ({"ranks": ()}, "are not neighbours"),
     ],
 )
-def test_a_chunk_that_contradicts_its_items_is_refused(changes, words):
-    (found,) = problems(with_chunk(0, **changes))
+def test_an_encoder_batch_that_contradicts_its_items_is_refused(changes, words):
+    (found,) = problems(with_encoder_batch(0, **changes))
     assert found.startswith("R5: chunk 0 ")
     assert words in found
 
 
-def test_a_chunk_of_an_item_that_the_plan_does_not_have_is_refused():
+def test_an_encoder_batch_of_an_item_that_the_plan_does_not_have_is_refused():
     plan = a_plan()
-    chunks = plan.domain.chunks
-    (found,) = problems(with_domain(plan, chunks=(replace(chunks[0], items=(0, 99)), *chunks[1:])))
+    encoder_batches = plan.domain.encoder_batches
+    (found,) = problems(
+        with_domain(plan, encoder_batches=(replace(encoder_batches[0], items=(0, 99)), *encoder_batches[1:]))
+    )
     assert found.startswith("R5: chunk 0 ")
 
 
-def test_a_chunk_that_is_encoded_twice_is_refused():
+def test_an_encoder_batch_that_is_encoded_twice_is_refused():
     assert "R5" in rules(edited(lambda lists: lists[0].insert(0, Op(Kind.ENCODE, 0))))
 
 
@@ -429,8 +442,8 @@ def test_a_single_queue_a_rank_is_stricter():
 def a_shared_plan(schedule: str = "encode_first") -> StepPlan:
     """Two stages of two cp ranks with two ranks each, and two ranks of audio beside them.
 
-    Chunks 0 to 3 are images on ranks 0 and 1, on 2 and 3, on both as two tp groups, and across the stages;
-    chunk 4 is audio on ranks 8 and 9.
+    Encoder batches 0 to 3 are images on ranks 0 and 1, on 2 and 3, on both as two tp groups, and across the
+    stages; encoder batch 4 is audio on ranks 8 and 9.
     """
     work = [
         Work("image", 0, (0, 1), (2,)),
@@ -500,7 +513,7 @@ def test_two_ranks_of_a_party_that_pass_microbatches_in_opposite_orders_are_refu
     RandomRanks(alone, seed=0).run()
 
 
-def test_a_pass_and_a_chunk_in_opposite_orders_are_refused():
+def test_a_pass_and_an_encoder_batch_in_opposite_orders_are_refused():
     work = [Work("image", 1, (0, 1), (2,))]
     plan = make_plan(Shape(stages=1, tp=2, party=2), 2, work, "forward_only")
     lists = [list(ops) for ops in plan.domain.ops]
@@ -516,9 +529,9 @@ def test_a_pass_and_a_chunk_in_opposite_orders_are_refused():
 @pytest.mark.parametrize(
     "op, rank", [(Op(Kind.ENCODE, 2), 2), (Op(Kind.ENCODE, 3), 4), (Op(Kind.ENCODE, 4), 9)]
 )
-def test_a_chunk_that_a_rank_of_its_tp_groups_leaves_out_is_refused(op, rank):
+def test_an_encoder_batch_that_a_rank_of_its_tp_groups_leaves_out_is_refused(op, rank):
     found = problems(shared(lambda lists: lists[rank].remove(op)))
-    ranks = a_shared_plan().domain.chunks[op.index].ranks
+    ranks = a_shared_plan().domain.encoder_batches[op.index].ranks
     assert f"R5: position {rank} runs {op} 0 times, not 1: a chunk of positions {ranks}" in found
     assert any(
         text.startswith("R7: ") and f"{op}, waiting for position {rank} to take part" in text
@@ -543,7 +556,7 @@ def with_homes(plan: StepPlan, *homes: tuple[int, int]) -> StepPlan:
     return with_domain(plan, homes=(*homes, plan.domain.homes[len(homes)]))
 
 
-def test_a_chunk_outside_the_home_of_its_component_is_refused():
+def test_an_encoder_batch_outside_the_home_of_its_component_is_refused():
     found = problems(with_homes(a_shared_plan(), (8, 10), (0, 4)))
     assert "R5: chunk 3 is on positions (3, 4), which do not all hold image" in found
     assert not any("chunk 2" in text for text in found)
@@ -619,7 +632,7 @@ def tapped(edit: Callable[[Lists], object]) -> StepPlan:
 def test_rows_go_to_every_attach_point():
     domain = tapped(lambda lists: None).domain
     assert not problems(tapped(lambda lists: None), bound=3)
-    assert [chunk.rows for chunk in domain.chunks] == [(9,), (9,)]
+    assert [encoder_batch.rows for encoder_batch in domain.encoder_batches] == [(9,), (9,)]
     segments = [(s.destination, s.length) for s in domain.routes[0].segments]
     assert sorted(segments) == [(0, 3), (0, 3), (2, 3)]
 

@@ -43,7 +43,7 @@ def test_random_wide_plans_hold_everything():
         seen.update([("parts", max(map(len, domain.holds))), ("team", domain.team), ("early", early)])
         seen.update([("split", Grad.INPUT in grads), ("split encoders", Grad.WEIGHT in halves)])
         seen.update([("mixed", len(grads) == 3), ("frozen", *plan.frozen), ("train", plan.train)])
-        seen.update([("many", any(len(chunk.microbatches) > 1 for chunk in domain.chunks))])
+        seen.update([("many", any(len(batch.microbatches) > 1 for batch in domain.encoder_batches))])
         within = [p + 1 in parts for parts in domain.holds for p in parts if p + 1 < domain.num_parts]
         seen.update([("hands on within a rank", any(within), all(within))])
         with_rows = max(len(domain.parts_with_rows(rank)) for rank in range(domain.num_ranks))

@@ -1,4 +1,6 @@
-"""Each rule that plans with parts, teams, quanta and split backwards bring: one broken plan for each."""
+"""Each rule that plans with parts, teams, encoder batches and split backwards bring: one broken plan for
+each.
+"""
 
 from dataclasses import replace
 
@@ -20,7 +22,7 @@ INPUT, WEIGHT = Grad.INPUT, Grad.WEIGHT
 
 
 def a_plan(split: float = 1, frozen: tuple[str, ...] = ()) -> StepPlan:
-    """Four microbatches on two ranks with two parts each; chunk 2·m + r is rank r's for m."""
+    """Four microbatches on two ranks with two parts each; encoder batch 2·m + r is rank r's for m."""
     work = [Work("image", m, (rank,), (2, 1)) for m in range(4) for rank in range(2)]
     return make_plan(Shape(2, parts=2), 4, work, with_split_backwards(INTERLEAVED, 0, split), frozen)
 
@@ -266,30 +268,34 @@ def test_teams_of_a_stage_that_hold_different_parts_are_refused():
 
 
 def team_plan() -> StepPlan:
-    """Two stages of four ranks in teams of two; chunk 0 on one team, chunk 1 on two teams as two tp
-    groups.
+    """Two stages of four ranks in teams of two; encoder batch 0 on one team, encoder batch 1 on two teams as
+    two tp groups.
     """
     work = [Work("image", 0, (0, 1), (2,)), Work("image", 1, (0, 1, 2, 3), (2, 3), num_tp_groups=2)]
     return make_plan(Shape(2, pool=2, tp=2, party=2, team=2), 2, work, "encode_first")
 
 
-def with_chunk(plan: StepPlan, number: int, ranks: tuple[int, ...], num_tp_groups: int = 1) -> StepPlan:
-    """One chunk on other ranks, with the rows that these put out."""
-    chunks = list(plan.domain.chunks)
-    lengths = chunks[number].layout.lengths
+def with_encoder_batch(
+    plan: StepPlan, number: int, ranks: tuple[int, ...], num_tp_groups: int = 1
+) -> StepPlan:
+    """One encoder batch on other ranks, with the rows that these put out."""
+    encoder_batches = list(plan.domain.encoder_batches)
+    lengths = encoder_batches[number].layout.lengths
     layout = SequenceLayout.whole(lengths, [0] * len(lengths), num_tp_groups)
-    outputs = outputs_of(chunks[number].items, plan.domain.items, layout, len(ranks) // num_tp_groups)
-    chunks[number] = replace(chunks[number], ranks=ranks, layout=layout, outputs=outputs)
-    return with_domain(plan, chunks=tuple(chunks))
+    outputs = outputs_of(
+        encoder_batches[number].items, plan.domain.items, layout, len(ranks) // num_tp_groups
+    )
+    encoder_batches[number] = replace(encoder_batches[number], ranks=ranks, layout=layout, outputs=outputs)
+    return with_domain(plan, encoder_batches=tuple(encoder_batches))
 
 
 @pytest.mark.parametrize(
     "ranks, num_tp_groups", [((0,), 1), ((1, 2), 1), ((0, 1, 2), 1), ((0, 1), 2), ((0, 1, 2, 3), 4)]
 )
-def test_a_chunk_that_is_not_of_whole_teams_is_refused(ranks, num_tp_groups):
+def test_an_encoder_batch_that_is_not_of_whole_teams_is_refused(ranks, num_tp_groups):
     """A team has one list, so that all of its ranks would encode it, and the same items."""
     assert not problems(team_plan())
-    (text,) = problems(with_chunk(team_plan(), 0, ranks, num_tp_groups))
+    (text,) = problems(with_encoder_batch(team_plan(), 0, ranks, num_tp_groups))
     assert (
         text
         == f"R5: chunk 0 is on {num_tp_groups} slots of positions {ranks}, which are not whole teams of 2"
@@ -342,7 +348,7 @@ def test_a_collective_that_all_ranks_issue_twice_is_refused(kind):
 
 
 def kept(rank: int, op: Op) -> int:
-    """A pass keeps more of a later microbatch, a chunk as much as its number says."""
+    """A pass keeps more of a later microbatch, an encoder batch as much as its number says."""
     return 10 ** (op.index + 1) if op.kind is F else 1 + op.index
 
 
@@ -404,29 +410,30 @@ def _held(plan: StepPlan, part: int) -> list[int]:
     return live
 
 
-# Quanta and rows.
+# Encoder batches and rows.
 
 
-def quanta(taps: tuple[Point, ...] = ()) -> StepPlan:
+def encoder_batch_of_two(taps: tuple[Point, ...] = ()) -> StepPlan:
     """Rank 0 encodes for microbatches 0 and 1 at once, then for 0 again; rank 1 for microbatch 1."""
     work = [Work("image", (0, 1), (0,), (2, 1)), Work("image", 0, (0,), (1,)), Work("image", 1, (1,), (2,))]
     return make_plan(Shape(2, parts=2, taps=taps), 2, work, build_in_turn)
 
 
-@pytest.mark.parametrize("m, chunk", [(0, 0), (0, 1), (1, 0)])
-def test_a_microbatch_that_ships_before_its_last_quantum_is_refused(m, chunk):
-    assert not problems(quanta())
-    assert what_happens(quanta()) is None
+@pytest.mark.parametrize("m, batch", [(0, 0), (0, 1), (1, 0)])
+def test_a_microbatch_that_ships_before_its_last_encoder_batch_is_refused(m, batch):
+    assert not problems(encoder_batch_of_two())
+    assert what_happens(encoder_batch_of_two()) is None
     plan = with_lists(
-        quanta(), lambda lists: move(lists[0], Op(Kind.ENCODE, chunk), Op(Kind.SHIP, m), after=True)
+        encoder_batch_of_two(),
+        lambda lists: move(lists[0], Op(Kind.ENCODE, batch), Op(Kind.SHIP, m), after=True),
     )
-    refused(plan, f"R3: position 0 must run encode({chunk}) before ship({m})")
+    refused(plan, f"R3: position 0 must run encode({batch}) before ship({m})")
 
 
 @pytest.mark.parametrize("m", [0, 1])
-def test_a_quantum_goes_back_after_the_gradients_of_all_its_microbatches(m):
+def test_an_encoder_batch_goes_back_after_the_gradients_of_all_its_microbatches(m):
     wait, back = Op(Kind.WAIT, m, Kind.RETURN), Op(Kind.ENCODE_BACKWARD, 0)
-    plan = with_lists(quanta(), lambda lists: move(lists[0], wait, back, after=True))
+    plan = with_lists(encoder_batch_of_two(), lambda lists: move(lists[0], wait, back, after=True))
     refused(plan, f"R3: position 0 must run {wait} before {back}")
 
 
@@ -436,7 +443,7 @@ TAPS = (Point("a", 0, 1), Point("b", 2, 0))  # both on domain rank 0
 @pytest.mark.parametrize("part", [0, 2])
 def test_a_return_before_the_backward_of_a_part_with_rows_is_refused(part):
     """Rows enter at two parts of rank 0; the gradients of a microbatch go back when both have theirs."""
-    plan = quanta(TAPS)
+    plan = encoder_batch_of_two(TAPS)
     assert not problems(plan)
     assert what_happens(plan) is None
     assert plan.domain.parts_with_rows(0) == (0, 2)
@@ -456,13 +463,14 @@ def test_rows_are_waited_for_before_each_part_that_they_enter():
     wait = Op(Kind.WAIT, 1, Kind.SHIP)
     for part in (0, 2):
         plan = with_lists(
-            quanta(TAPS), lambda lists, part=part: move(lists[0], wait, Op(F, 1, part=part), after=True)
+            encoder_batch_of_two(TAPS),
+            lambda lists, part=part: move(lists[0], wait, Op(F, 1, part=part), after=True),
         )
         refused(plan, f"R3: position 0 must run {wait} before {Op(F, 1, part=part)}")
 
 
 def test_rows_for_another_part_of_the_same_rank_are_refused():
-    plan = quanta(TAPS)
+    plan = encoder_batch_of_two(TAPS)
     route = plan.domain.routes[0]
     assert {s.point for s in route.segments} == {0, 1, 2}
     wrong = tuple(replace(s, point=2 if s.point == 1 else s.point) for s in route.segments)
@@ -473,7 +481,7 @@ def test_rows_for_another_part_of_the_same_rank_are_refused():
 
 
 def test_items_that_overlap_are_refused():
-    plan = quanta()
+    plan = encoder_batch_of_two()
     items = list(plan.domain.items)
     items[1] = replace(items[1], start=items[3].start)
     (text,) = problems(with_domain(plan, items=tuple(items)))

@@ -9,7 +9,7 @@ from random import Random
 from domain_plans import BUILDERS, SCHEDULES, Shape, Work, make_plan, random_shape, random_work
 
 from parallel.work import Grad
-from pipeline.builders import Builder, Facts, Order, chunks_by_team
+from pipeline.builders import Builder, Facts, Order, encoder_batches_by_team
 from pipeline.domain_plan import DomainPlan, Point
 from pipeline.expand import expand
 from pipeline.ops import BACKWARDS, COMPUTE, Kind, Op
@@ -25,7 +25,7 @@ def with_encoders_around(domain: DomainPlan, passes: Callable[[int], list[Op]]) 
         [Op(Kind.ENCODE, c) for c, *_ in mine]
         + (passes(team) if domain.holds[team] else [])
         + [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
-        for team, mine in enumerate(chunks_by_team(domain))
+        for team, mine in enumerate(encoder_batches_by_team(domain))
     ]
 
 
@@ -86,7 +86,7 @@ def with_early_reductions(plan: StepPlan, random: Random) -> StepPlan:
     for ops in lists:
         for end, op in ops:
             if op.kind in BACKWARDS:
-                component = LLM if op.kind is Kind.BACKWARD else domain.chunks[op.index].component
+                component = LLM if op.kind is Kind.BACKWARD else domain.encoder_batches[op.index].component
                 pair = plan.components.index(component), op.part
                 if pair in ready:
                     ready[pair] = max(ready[pair], end)
@@ -141,7 +141,9 @@ def random_wide_shape(
 
 
 def whole_teams(work: list[Work], shape: Shape) -> list[Work]:
-    """The same work on whole teams: each rank of a chunk becomes its team, as far as the home reaches."""
+    """The same work on whole teams: each rank of an encoder batch becomes its team, as far as the home
+    reaches.
+    """
     if shape.team == 1:
         return work
     wide = []

@@ -11,15 +11,15 @@ def build_gpipe(domain: DomainPlan, facts: Facts) -> list[list[Op]]:
     one after the other.
     """
     order = []
-    by_microbatch = sorted(enumerate(domain.chunks), key=lambda entry: entry[1].microbatches)
+    by_microbatch = sorted(enumerate(domain.encoder_batches), key=lambda entry: entry[1].microbatches)
     for team, parts in enumerate(domain.holds):
-        chunks = [number for number, chunk in by_microbatch if team * domain.team in chunk.ranks]
+        encoder_batches = [number for number, batch in by_microbatch if team * domain.team in batch.ranks]
         passes = [(m, part) for part in parts for m in range(len(domain.microbatches))]
         order.append(
-            [Op(Kind.ENCODE, chunk) for chunk in chunks]
+            [Op(Kind.ENCODE, batch) for batch in encoder_batches]
             + [Op(Kind.FORWARD, m, part=part) for m, part in passes]
             + [Op(Kind.BACKWARD, m, part=part) for m, part in reversed(passes)]
-            + [Op(Kind.ENCODE_BACKWARD, chunk) for chunk in chunks]
+            + [Op(Kind.ENCODE_BACKWARD, batch) for batch in encoder_batches]
         )
     return order
 

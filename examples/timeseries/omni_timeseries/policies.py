@@ -115,13 +115,15 @@ def all_forward_then_all_backward(domain: DomainPlan, facts: Facts) -> list[list
     order = []
     for team, parts in enumerate(domain.holds):
         first = team * domain.team
-        chunks = [number for number, chunk in enumerate(domain.chunks) if first in chunk.ranks]
+        encoder_batches = [
+            number for number, batch in enumerate(domain.encoder_batches) if first in batch.ranks
+        ]
         passes = [(m, part) for m in range(len(domain.microbatches)) for part in parts]
         order.append(
-            [Op(Kind.ENCODE, chunk) for chunk in chunks]
+            [Op(Kind.ENCODE, batch) for batch in encoder_batches]
             + [Op(Kind.FORWARD, m, part=part) for m, part in passes]
             + [Op(Kind.BACKWARD, m, part=part) for m, part in passes]
-            + [Op(Kind.ENCODE_BACKWARD, chunk) for chunk in chunks]
+            + [Op(Kind.ENCODE_BACKWARD, batch) for batch in encoder_batches]
         )
     return order
 

@@ -95,8 +95,8 @@ def rooms_of(
 ) -> tuple[list[Room], int]:
     """Time the passes without encoders. Returns what each crew does and idles, and the end of the last pass.
 
-    If quanta are to stay `apart` from passes, a crew has nothing but passes from its first to its last one:
-    it idles before and after, late stages the longest.
+    If encoder batches are to stay `apart` from passes, a crew has nothing but passes from its first to its
+    last one: it idles before and after, late stages the longest.
 
     Passes are left with the latest moments at which they may begin, by themselves.
     """

@@ -1,7 +1,8 @@
 """Who moves together when encoder work is placed between the passes of the LLM.
 
 A unit is neighbouring teams that a tp group connects: it encodes as one. A crew is units that run passes of
-the LLM together, because their layers communicate. A chunk that lies on several units is a barrier to them.
+the LLM together, because their layers communicate. An encoder batch that lies on several units is a barrier
+to them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ def crews_of(domain: DomainPlan, tp_groups: Mapping[str, Sequence[TpGroup]]) -> 
     ]
     units = _joined(teams, encode)
     if any(_stage(domain, unit[0]) != _stage(domain, unit[-1]) for unit in units):
-        units = _joined(teams, ())  # a tp group across stages: its chunks are barriers
+        units = _joined(teams, ())  # a tp group across stages: its encoder batches are barriers
     pass_together = [
         range(first // team, (first + domain.party - 1) // team + 1)
         for first in range(0, domain.llm_size, domain.party)

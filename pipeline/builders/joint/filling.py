@@ -2,21 +2,22 @@
 
 Time runs from event to event. A unit that is free does the first of these that it can:
 
-1. the encoding of a quantum that the first part needs next, before a forward; or, if the bound on
+1. the encoding of an encoder batch that the first part needs next, before a forward; or, if the bound on
    activations is in the way, the backward of another;
 2. the next pass of the LLM in its crew's order, or if that must wait, the next backward of this order;
-3. the encoding of its next quantum, as far ahead as the bound allows;
-4. the backward of a quantum whose gradients are back, if that holds up no pass so long that the last one
-   ends later than it must anyway, or if the bound keeps the unit from encoding; of a quantum longer than any
-   pass once no pass is left. What is put off so runs after the passes, where shares leave room for it.
+3. the encoding of its next encoder batch, as far ahead as the bound allows;
+4. the backward of an encoder batch whose gradients are back, if that holds up no pass so long that the last
+   one ends later than it must anyway, or if the bound keeps the unit from encoding; of an encoder batch
+   longer than any pass once no pass is left. What is put off so runs after the passes, where shares leave
+   room for it.
 
-Barriers, chunks that several units encode together, are encoded as early as the bound allows, and go back
-once their units have no passes left, or when nothing else can go on.
+Barriers, encoder batches that several units encode together, are encoded as early as the bound allows, and go
+back once their units have no passes left, or when nothing else can go on.
 
-Where passes stand in one queue with messages, ranks must meet between two ops for each message, and quanta
-between passes would keep others waiting: there units encode `apart`, all quanta of a crew before its passes,
-as far as bounds allow, and go back after them. Late stages, which wait for their first pass, still encode
-longer.
+Where passes stand in one queue with messages, ranks must meet between two ops for each message, and encoder
+batches between passes would keep others waiting: there units encode `apart`, all encoder batches of a crew
+before its passes, as far as bounds allow, and go back after them. Late stages, which wait for their first
+pass, still encode longer.
 
 A crew that has begun to gather for a pass runs it first; other units that a barrier waits for start nothing
 else. One barrier gathers at a time, so no two wait for each other.
@@ -31,7 +32,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from pipeline.builders.joint.crews import Crews
-from pipeline.builders.joint.timed import Boundary, Pass, Quantum
+from pipeline.builders.joint.timed import Boundary, Pass, TimedEncoderBatch
 from pipeline.ops import Kind, Op
 
 NO_LIMIT = 1 << 62
@@ -39,10 +40,10 @@ NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True)
 class Bounds:
-    """What limits the filling. Activations of quanta stay within `room` bytes on a unit, unless a microbatch
-    needs more. To make room for encoder work a pass may start up to `late` ns after its latest start time, or
-    as late as an earlier pass was already delayed. Where quanta stay `apart`, they come between passes only
-    where the room leaves no other place.
+    """What limits the filling. Activations of encoder batches stay within `room` bytes on a unit, unless a
+    microbatch needs more. To make room for encoder work a pass may start up to `late` ns after its latest
+    start time, or as late as an earlier pass was already delayed. Where encoder batches stay `apart`, they
+    come between passes only where the room leaves no other place.
     """
 
     room: int
@@ -53,15 +54,15 @@ class Bounds:
 def fill(
     crews: Crews,
     passes: Sequence[Sequence[Pass]],
-    quanta: Sequence[Sequence[Quantum]],
-    barriers: Sequence[Quantum],
+    encoder_batches: Sequence[Sequence[TimedEncoderBatch]],
+    barriers: Sequence[TimedEncoderBatch],
     boundary: Boundary,
     bounds: Bounds,
 ) -> list[list[Op]]:
-    """Return the ops of each unit: the `passes` of its crew and its `quanta` and `barriers`, of which the
-    encoding keeps the given order.
+    """Return the ops of each unit: the `passes` of its crew and its `encoder_batches` and `barriers`, of
+    which the encoding keeps the given order.
     """
-    return _Filling(crews, passes, quanta, barriers, boundary, bounds).run()
+    return _Filling(crews, passes, encoder_batches, barriers, boundary, bounds).run()
 
 
 class _Filling:
@@ -69,8 +70,8 @@ class _Filling:
         self,
         crews: Crews,
         passes: Sequence[Sequence[Pass]],
-        quanta: Sequence[Sequence[Quantum]],
-        barriers: Sequence[Quantum],
+        encoder_batches: Sequence[Sequence[TimedEncoderBatch]],
+        barriers: Sequence[TimedEncoderBatch],
         boundary: Boundary,
         bounds: Bounds,
     ) -> None:
@@ -79,7 +80,7 @@ class _Filling:
         self.out: list[list[Op]] = [[] for _ in range(units)]
         # Units: what each runs and until when; those that wait for others to come have no end.
         self.events = [(0, -unit) for unit in range(units)]
-        self.running: list[tuple[Op, Pass | Quantum] | None] = [None] * units
+        self.running: list[tuple[Op, Pass | TimedEncoderBatch] | None] = [None] * units
         self.until = [0] * units
         # Passes: by crew those to come, the backwards among them, and the one that its units gather for.
         self.passes = [deque(of) for of in passes]
@@ -94,22 +95,23 @@ class _Filling:
         self.unpassed = [0] * microbatches
         for one in (one for of in self.backwards for one in of):
             self.unpassed[one.op.index] += 1
-        # Quanta: by unit those to encode, those to go back and from when on, and the bytes held for them.
-        self.ahead = [deque(of) for of in quanta]
-        self.back: list[deque[tuple[int, Quantum]]] = [deque() for _ in range(units)]
-        self.later: list[deque[tuple[int, Quantum]]] = [deque() for _ in range(units)]  # long ones
+        # Encoder batches: by unit those to encode, those to go back and from when on, and the bytes held for
+        # them.
+        self.ahead = [deque(of) for of in encoder_batches]
+        self.back: list[deque[tuple[int, TimedEncoderBatch]]] = [deque() for _ in range(units)]
+        self.later: list[deque[tuple[int, TimedEncoderBatch]]] = [deque() for _ in range(units)]  # long ones
         self.held = [0] * units
         self.unencoded = [0] * microbatches
-        for quantum in (*(one for of in quanta for one in of), *barriers):
-            for m in quantum.microbatches:
+        for batch in (*(one for of in encoder_batches for one in of), *barriers):
+            for m in batch.microbatches:
                 self.unencoded[m] += 1
-        self.encoded: list[list[Quantum]] = [[] for _ in range(microbatches)]
+        self.encoded: list[list[TimedEncoderBatch]] = [[] for _ in range(microbatches)]
         self.unreturned: dict[int, int] = {}
         self.next_shipped = self.ships_end = self.returns_end = 0
         # Barriers: those to encode, those to go back, and the one that gathers, with who has come.
         self.barriers = deque(barriers)
-        self.barriers_back: deque[tuple[int, Quantum]] = deque()
-        self.barrier: tuple[Op, Quantum] | None = None
+        self.barriers_back: deque[tuple[int, TimedEncoderBatch]] = deque()
+        self.barrier: tuple[Op, TimedEncoderBatch] | None = None
         self.come: set[int] = set()
 
     def run(self) -> list[list[Op]]:
@@ -199,7 +201,7 @@ class _Filling:
                 heappush(self.events, (begins, -unit))
         return None
 
-    def has_time(self, unit: int, quantum: Quantum, now: int) -> bool:
+    def has_time(self, unit: int, batch: TimedEncoderBatch, now: int) -> bool:
         """Whether the next pass of a unit can wait for a backward and hold up the last pass no longer than it
         is, or the next barrier waits for room here.
         """
@@ -207,13 +209,13 @@ class _Filling:
         passes = self.passes[crew]
         if not self.left[crew]:
             return True
-        if not self.bounds.apart and now + quantum.back_ns <= passes[0].latest + self.late:
+        if not self.bounds.apart and now + batch.back_ns <= passes[0].latest + self.late:
             return True
         barrier = self.barriers[0] if self.barriers else None
         return barrier is not None and unit in barrier.units and not self.fits(unit, barrier)
 
-    def fits(self, unit: int, quantum: Quantum) -> bool:
-        return self.held[unit] + quantum.kept <= self.bounds.room
+    def fits(self, unit: int, batch: TimedEncoderBatch) -> bool:
+        return self.held[unit] + batch.kept <= self.bounds.room
 
     # Passes.
 
@@ -248,55 +250,55 @@ class _Filling:
             self.gathered.discard(each)
             self.start(each, one.op, one, now + one.ns)
 
-    # Quanta and barriers.
+    # Encoder batches and barriers.
 
     def encode(self, unit: int, now: int) -> None:
-        quantum = self.ahead[unit].popleft()
-        self.held[unit] += quantum.kept
-        self.start(unit, quantum.encode, quantum, now + quantum.encode_ns)
+        batch = self.ahead[unit].popleft()
+        self.held[unit] += batch.kept
+        self.start(unit, batch.encode, batch, now + batch.encode_ns)
 
     def go_back(self, unit: int, now: int) -> None:
-        _, quantum = (self.back[unit] or self.later[unit]).popleft()
-        self.start(unit, quantum.back, quantum, now + quantum.back_ns)
+        _, batch = (self.back[unit] or self.later[unit]).popleft()
+        self.start(unit, batch.back, batch, now + batch.back_ns)
 
-    def is_for(self, quantum: Quantum, crew: int) -> bool:
+    def is_for(self, batch: TimedEncoderBatch, crew: int) -> bool:
         units = self.crews.crews[crew]
-        return units[0] <= quantum.units[-1] and quantum.units[0] <= units[-1]
+        return units[0] <= batch.units[-1] and batch.units[0] <= units[-1]
 
     def next_barrier(self, now: int, forced: bool = False) -> Sequence[int]:
         """Let the next barrier gather that may: the units that it waits for."""
         if self.barriers:
-            quantum = self.barriers[0]
-            if forced or all(self.fits(unit, quantum) for unit in quantum.units):
+            batch = self.barriers[0]
+            if forced or all(self.fits(unit, batch) for unit in batch.units):
                 self.barriers.popleft()
-                for unit in quantum.units:
-                    self.held[unit] += quantum.kept
-                self.barrier = quantum.encode, quantum
-                return quantum.units
+                for unit in batch.units:
+                    self.held[unit] += batch.kept
+                self.barrier = batch.encode, batch
+                return batch.units
         if self.barriers_back and (forced or self.barriers_back[0][0] <= now):
-            quantum = self.barriers_back[0][1]
-            crews = {self.crews.crew_of[unit] for unit in quantum.units}
+            batch = self.barriers_back[0][1]
+            crews = {self.crews.crew_of[unit] for unit in batch.units}
             if forced or not any(self.left[crew] for crew in crews):
                 self.barriers_back.popleft()
-                self.barrier = quantum.back, quantum
-                return quantum.units
+                self.barrier = batch.back, batch
+                return batch.units
         return ()
 
     def come_to_barrier(self, unit: int, now: int) -> None:
         assert self.barrier is not None
         self.come.add(unit)
-        op, quantum = self.barrier
-        if not all(each in self.come for each in quantum.units):
+        op, batch = self.barrier
+        if not all(each in self.come for each in batch.units):
             return
         self.barrier = None
-        ns = quantum.encode_ns if op.kind is Kind.ENCODE else quantum.back_ns
-        for each in quantum.units:
+        ns = batch.encode_ns if op.kind is Kind.ENCODE else batch.back_ns
+        for each in batch.units:
             self.come.discard(each)
-            self.start(each, op, quantum, now + ns)
+            self.start(each, op, batch, now + ns)
 
     def force(self, now: int) -> bool:
-        """Go on where the bound or the order of barriers lets nothing: with a barrier, or the quantum that is
-        needed first. Returns whether there is anything.
+        """Go on where the bound or the order of barriers lets nothing: with a barrier, or the encoder batch
+        that is needed first. Returns whether there is anything.
         """
         assert not any((self.barrier, self.gathered)), "units wait for others that never come"
         for unit, back in enumerate(self.back):
@@ -313,7 +315,7 @@ class _Filling:
 
     # From start to end.
 
-    def start(self, unit: int, op: Op, what: Pass | Quantum, end: int) -> None:
+    def start(self, unit: int, op: Op, what: Pass | TimedEncoderBatch, end: int) -> None:
         self.running[unit], self.until[unit] = (op, what), end
         self.out[unit].append(op)
         heappush(self.events, (end, -unit))
@@ -349,13 +351,13 @@ class _Filling:
             if self.running[unit] is None:
                 heappush(self.events, (at, -unit))
 
-    def was_encoded(self, quantum: Quantum, now: int) -> None:
-        if quantum.learns:
-            self.unreturned[quantum.back.index] = len(quantum.microbatches)
-        for m in quantum.microbatches:
+    def was_encoded(self, batch: TimedEncoderBatch, now: int) -> None:
+        if batch.learns:
+            self.unreturned[batch.back.index] = len(batch.microbatches)
+        for m in batch.microbatches:
             self.unencoded[m] -= 1
-            if quantum.learns:
-                self.encoded[m].append(quantum)
+            if batch.learns:
+                self.encoded[m].append(batch)
         way = self.boundary
         while self.next_shipped < len(self.unencoded) and not self.unencoded[self.next_shipped]:
             m, self.next_shipped = self.next_shipped, self.next_shipped + 1
@@ -366,14 +368,14 @@ class _Filling:
 
     def return_rows(self, m: int, now: int) -> None:
         self.returns_end = max(now, self.returns_end) + self.boundary.ship_ns[m]
-        for quantum in self.encoded[m]:
-            self.unreturned[quantum.back.index] -= 1
-            if self.unreturned[quantum.back.index]:
+        for batch in self.encoded[m]:
+            self.unreturned[batch.back.index] -= 1
+            if self.unreturned[batch.back.index]:
                 continue
-            entry = self.returns_end, quantum
-            if len(quantum.units) > 1:
+            entry = self.returns_end, batch
+            if len(batch.units) > 1:
                 self.barriers_back.append(entry)
-                self.wake(quantum.units, self.returns_end)
+                self.wake(batch.units, self.returns_end)
             else:
-                (self.later if quantum.is_long else self.back)[quantum.units[0]].append(entry)
-                self.wake(quantum.units, self.returns_end)
+                (self.later if batch.is_long else self.back)[batch.units[0]].append(entry)
+                self.wake(batch.units, self.returns_end)

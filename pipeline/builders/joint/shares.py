@@ -1,10 +1,10 @@
-"""How much encoder work each crew takes, and which quanta: decided before anything is ordered.
+"""How much encoder work each crew takes, and which encoder batches: decided before anything is ordered.
 
 Encoder backwards become possible once gradients have come back through the whole pipeline, so most of them
 run at the end of a step. A crew's share is therefore limited twice: by what it idles after the first
 gradients are back, and by its work in all. The least time T of a step in which all the work fits gives the
-shares (water-filling), and quanta go to tp groups in proportion to them, each microbatch's evenly. Where
-quanta stay apart from passes, a crew's gaps between its passes count as work (`alone.py`).
+shares (water-filling), and encoder batches go to tp groups in proportion to them, each microbatch's evenly.
+Where encoder batches stay apart from passes, a crew's gaps between its passes count as work (`alone.py`).
 """
 
 from bisect import bisect
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 _ROUNDS = 4
-_Quantum = tuple[int, int]
-"""What a quantum costs, and its number."""
+_NumberedCost = tuple[int, int]
+"""What an encoder batch costs, and its number."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """What a unit does without the quanta to be shared: `work_ns` in all, and `idle_ns` that it has after the
-    first gradients of rows are back.
+    """What a unit does without the encoder batches to be shared: `work_ns` in all, and `idle_ns` that it has
+    after the first gradients of rows are back.
     """
 
     work_ns: int
@@ -31,7 +31,7 @@ class Room:
 def share_out(rooms: Sequence[Room], makespan_ns: int, forward_ns: int, backward_ns: int) -> list[int]:
     """Return the nanoseconds of encoder work, forward and backward, that each unit should take.
 
-    Without quanta the step takes `makespan_ns`; they take `forward_ns` and `backward_ns` in all.
+    Without encoder batches the step takes `makespan_ns`; they take `forward_ns` and `backward_ns` in all.
     """
     total = forward_ns + backward_ns
 
@@ -50,13 +50,13 @@ def share_out(rooms: Sequence[Room], makespan_ns: int, forward_ns: int, backward
 
 
 def deal_out(costs: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """Deal quanta of `costs`, in order, to tp groups by their `shares`.
+    """Deal encoder batches of `costs`, in order, to tp groups by their `shares`.
 
     What costs more than twice the mean goes first, the longest to where most of a share is left. Each of the
     others goes to the tp group that would be least ahead of its share with one more (weighted fair queueing,
-    Demers, Keshav and Shenker, 1989), so a tp group with long quanta takes others late. TP groups without a
-    share take none, unless none has any. Ties go to the tp group of the highest number: late stages wait
-    longest for their first pass. In the end tp groups exchange quanta (`even_out`).
+    Demers, Keshav and Shenker, 1989), so a tp group with long encoder batches takes others late. TP groups
+    without a share take none, unless none has any. Ties go to the tp group of the highest number: late stages
+    wait longest for their first pass. In the end tp groups exchange encoder batches (`even_out`).
     """
     everyone = dict.fromkeys(range(len(shares)), 1)
     wanted = {tp_group: share for tp_group, share in enumerate(shares) if share > 0} or everyone
@@ -84,13 +84,13 @@ def deal_out(costs: Sequence[int], shares: Sequence[int]) -> list[int]:
 def within(
     dealt: Sequence[int], sizes: Sequence[int], waves: Sequence[int], num_tp_groups: int, most: int
 ) -> list[int]:
-    """Move quanta between tp groups until none holds more than `most` bytes of one microbatch, as far as
-    moving helps. Quanta keep `sizes` bytes each until they have gone back, and those of a microbatch, which
-    `waves` tell, are all held when it passes.
+    """Move encoder batches between tp groups until none holds more than `most` bytes of one microbatch, as
+    far as moving helps. Encoder batches keep `sizes` bytes each until they have gone back, and those of a
+    microbatch, which `waves` tell, are all held when it passes.
 
-    Of `most` 10, quanta of 6, 5 and 3 on one of two tp groups become 5 and 3 there and 6 on the other: a tp
-    group that holds too much gives its largest quantum for which there is room to the tp group that holds
-    least.
+    Of `most` 10, encoder batches of 6, 5 and 3 on one of two tp groups become 5 and 3 there and 6 on the
+    other: a tp group that holds too much gives its largest encoder batch for which there is room to the tp
+    group that holds least.
     """
     dealt = list(dealt)
     of_wave: dict[int, list[int]] = defaultdict(list)
@@ -110,18 +110,19 @@ def within(
 
 
 def even_out(costs: Sequence[int], shares: Sequence[int], dealt: Sequence[int]) -> list[int]:
-    """Let tp groups exchange quanta, where few of very different costs leave some far above their shares.
+    """Let tp groups exchange encoder batches, where few of very different costs leave some far above their
+    shares.
 
     In each round the tp group that is furthest above its share gives one to the tp group that is furthest
     below, or changes it for a smaller one: what leaves the higher of both lowest. It ends where nothing does,
-    or after as many rounds as there are quanta, four for each tp group at most. TP groups without a share
-    take no part. O(rounds · n / groups · log n).
+    or after as many rounds as there are encoder batches, four for each tp group at most. TP groups without a
+    share take no part. O(rounds · n / groups · log n).
     """
     dealt = list(dealt)
     wanted = {tp_group: share for tp_group, share in enumerate(shares) if share > 0}
     scale, total = sum(wanted.values()), sum(costs)
     beyond = {tp_group: -(total * share // scale) for tp_group, share in wanted.items()}
-    mine: dict[int, list[_Quantum]] = {tp_group: [] for tp_group in beyond}
+    mine: dict[int, list[_NumberedCost]] = {tp_group: [] for tp_group in beyond}
     for number, tp_group in enumerate(dealt):
         if tp_group in beyond:
             beyond[tp_group] += costs[number]
@@ -143,10 +144,10 @@ def even_out(costs: Sequence[int], shares: Sequence[int], dealt: Sequence[int]) 
 
 
 def _best_exchange(
-    high: Sequence[_Quantum], low: Sequence[_Quantum], gap: int
+    high: Sequence[_NumberedCost], low: Sequence[_NumberedCost], gap: int
 ) -> tuple[int | None, int | None]:
-    """The quantum to give and the one to take for it, if any, that leave least of a `gap` between two tp
-    groups; quanta of the `low` one ascend.
+    """The encoder batch to give and the one to take for it, if any, that leave least of a `gap` between two
+    tp groups; encoder batches of the `low` one ascend.
     """
     best: tuple[int | None, int | None] = (None, None)
     least = gap

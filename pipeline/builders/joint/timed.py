@@ -1,4 +1,6 @@
-"""What encoder work is placed by: passes of the LLM that wait for each other, quanta, and the way of rows."""
+"""What encoder work is placed by: passes of the LLM that wait for each other, encoder batches, and the way of
+rows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,9 +54,10 @@ class Pass:
 
 
 @dataclass(slots=True, eq=False)
-class Quantum:
-    """A chunk of `microbatches` on its `units`, none before it is placed: what runs and what that takes. If
-    it `learns`, it keeps `kept` bytes until its backward; one that `is_long` fits no gap between passes.
+class TimedEncoderBatch:
+    """An encoder batch of `microbatches` on its `units`, none before it is placed: what runs and what that
+    takes. If it `learns`, it keeps `kept` bytes until its backward; one that `is_long` fits no gap between
+    passes.
     """
 
     encode: Op
