@@ -150,7 +150,7 @@ def _domain(
         holds=tuple((stage,) for stage in range(stages)),
         pool=1,
         tp=tp,
-        party=tp,
+        collective_group=tp,
         llm=1,
         homes=((0, stages * tp),) * 2,
         samples=(),

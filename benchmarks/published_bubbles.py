@@ -54,7 +54,7 @@ def domain_of(stages: int, parts: int, microbatches: int) -> DomainPlan:
         holds=tuple(tuple(range(stage, stages * parts, stages)) for stage in range(stages)),
         pool=1,
         tp=1,
-        party=1,
+        collective_group=1,
         llm=0,
         homes=((0, stages),),
         samples=tuple(PlannedSample("text", m, 1, ((0, 1),)) for m in range(microbatches)),

@@ -49,7 +49,7 @@ def random_domain(random: Random, tp: int) -> DomainPlan:
         holds=tuple((stage,) for stage in range(stages) for _ in range(tp)),
         pool=1,
         tp=tp,
-        party=tp,
+        collective_group=tp,
         llm=1,
         homes=((0, size), (0, size)),
         samples=tuple(PlannedSample("made up", m, LENGTH, ((0, LENGTH),)) for m in range(num_microbatches)),

@@ -104,7 +104,7 @@ class Channels:
         return self.passes[team]
 
     def _together(self, op: Op, team: int) -> Channel | None:
-        ranks, size = self.domain.parties(op, team * self.domain.team), self.domain.team
+        ranks, size = self.domain.collective_group_of(op, team * self.domain.team), self.domain.team
         if len(ranks) == 1:
             return None
         first, last = ranks[0] // size, ranks[-1] // size

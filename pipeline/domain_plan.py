@@ -194,10 +194,10 @@ class DomainPlan:
     `team` neighbouring ranks share one op list, because they share every layer that they run: the ops of
     domain rank r are `ops[r // team]`. `holds` are the parts of the LLM that the ranks of each team hold,
     () beside it: from this table follow the neighbours that messages go to. A stage has `pool` cp ranks of
-    `tp` ranks. `party` neighbouring ranks of a stage communicate inside layers, so they run the passes of a
-    microbatch together. `llm` is the number of the LLM among the components of the plan; `homes` are, for
-    each of them, the neighbouring ranks that it lives on: the first, and the one after the last, as in
-    `Arrangement.home`. `routes[m]` is None for a microbatch without items: nobody ships anything
+    `tp` ranks. `collective_group` neighbouring ranks of a stage communicate inside layers, so they run the
+    passes of a microbatch together. `llm` is the number of the LLM among the components of the plan; `homes`
+    are, for each of them, the neighbouring ranks that it lives on: the first, and the one after the last, as
+    in `Arrangement.home`. `routes[m]` is None for a microbatch without items: nobody ships anything
     for it. Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of
     it. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a domain rank may hold at
     once. `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
@@ -209,7 +209,7 @@ class DomainPlan:
     holds: tuple[tuple[int, ...], ...]
     pool: int
     tp: int
-    party: int
+    collective_group: int
     llm: int
     homes: tuple[tuple[int, int], ...]
     samples: tuple[PlannedSample, ...]
@@ -361,13 +361,13 @@ class DomainPlan:
         """Whether a domain rank reports losses: the first of the tp ranks, which all compute the same."""
         return self.is_last(rank) and rank % self.tp == 0
 
-    def parties(self, op: Op, rank: int) -> range:
+    def collective_group_of(self, op: Op, rank: int) -> range:
         """Return the domain ranks that run a compute op together because its layers communicate."""
         if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
             ranks = self.encoder_batches[op.index].ranks
             return range(ranks[0], ranks[-1] + 1)
-        first = rank - rank % self.party
-        return range(first, first + self.party)
+        first = rank - rank % self.collective_group
+        return range(first, first + self.collective_group)
 
     def reducing(self, op: Op) -> tuple[int, ...]:
         """Return the teams whose gradients a REDUCE sums: those of this domain that hold its part."""

@@ -54,7 +54,7 @@ def cause_of(what: Op | str, domain: DomainPlan, domain_rank: int) -> str:
         return str(what.on)
     if what.kind is Kind.REDUCE:
         return str(Kind.REDUCE)
-    shared = what.kind in COMPUTE and len(domain.parties(what, domain_rank)) > 1
+    shared = what.kind in COMPUTE and len(domain.collective_group_of(what, domain_rank)) > 1
     return PEERS if shared else HOST
 
 

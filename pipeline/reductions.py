@@ -60,8 +60,8 @@ def closing(
     """
 
     def teams(op: Op) -> range:
-        party = domain.parties(op, team * domain.team)
-        return range(party[0] // domain.team, party[-1] // domain.team + 1)
+        collective_group = domain.collective_group_of(op, team * domain.team)
+        return range(collective_group[0] // domain.team, collective_group[-1] // domain.team + 1)
 
     return {op: of for op, of in fronts(team).items() if all(op in fronts(other) for other in teams(op))}
 
@@ -106,7 +106,10 @@ def made_by(domain: DomainPlan, components: Sequence[str], op: Op) -> Pair:
 
 def runs_alone(domain: DomainPlan, op: Op, team: int) -> bool:
     """Whether an op is the backward of an encoder that a team runs without others."""
-    return op.kind is Kind.ENCODE_BACKWARD and len(domain.parties(op, team * domain.team)) <= domain.team
+    return (
+        op.kind is Kind.ENCODE_BACKWARD
+        and len(domain.collective_group_of(op, team * domain.team)) <= domain.team
+    )
 
 
 def follows_llm(domain: DomainPlan, before: Op, op: Op) -> bool:

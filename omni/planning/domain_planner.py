@@ -85,8 +85,8 @@ class DomainPlanner:
     """Plans a domain over the ranks of `arrangement`.
 
     `encoders` maps a modality to the component that takes it; `sharing` says how each component shares
-    sequences, `feeds` where its rows enter; `party` neighbouring ranks of a stage run passes of the LLM
-    together, because its layers communicate; `single_queue` asks for op lists that are safe where all
+    sequences, `feeds` where its rows enter; `collective_group` neighbouring ranks of a stage run passes of
+    the LLM together, because its layers communicate; `single_queue` asks for op lists that are safe where all
     communication of a rank shares one queue; `encoder_bytes` bounds the activations of each encoder that a
     rank holds, if given; plans that do not fit are not
     taken if `guarded`; `encoder_batching` makes encoder batches of a domain's items; packs have
@@ -105,7 +105,7 @@ class DomainPlanner:
     schedule: SchedulePolicy
     microbatch_tokens: int
     table: CostTable
-    party: int
+    collective_group: int
     single_queue: bool = False
     encoder_bytes: int | None = None
     guarded: bool = True
@@ -186,7 +186,7 @@ class DomainPlanner:
             holds=self._holds,
             pool=self.arrangement.pool,
             tp=self.arrangement.llm.tp,
-            party=self.party,
+            collective_group=self.collective_group,
             llm=self.components.index(self.llm),
             homes=tuple(self._home(component) for component in self.components),
             samples=(),
@@ -282,7 +282,8 @@ class DomainPlanner:
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
         order = policy(
-            domain, Facts(costs, kept, self._tp_groups, frozen, self.single_queue and self.party > 1)
+            domain,
+            Facts(costs, kept, self._tp_groups, frozen, self.single_queue and self.collective_group > 1),
         )
         domain = replace(domain, bounds=self._bounds(domain, policy, self.encoder_bytes))
         if policy.encoder_batches:

@@ -48,7 +48,7 @@ from omni.planning.pools import check_long_samples, sharing_of
 from omni.planning.run_data import RunData, open_data, tokenizer_of
 from omni.planning.run_spec import RunSpec, check_layouts, layouts_of
 from omni.planning.sharing import Sharing
-from omni.planning.work import cost_table, part_work, party_size
+from omni.planning.work import collective_group_size, cost_table, part_work
 from omni.planning.workload import Workload
 from omni.planning.world_planner import WorldPlanner
 from ops.device import dtype_of
@@ -257,7 +257,7 @@ def _domain_planner(
         pairing=policies["pairing"],
         schedule=policies["pipeline"],
         table=table,
-        party=party_size(llm, arrangement, sharing[LLM].pool.num_cp_ranks),
+        collective_group=collective_group_size(llm, arrangement, sharing[LLM].pool.num_cp_ranks),
         single_queue=arrangement.domain_size > 1 and cluster.queues == "one",
         **more,
     )

@@ -65,7 +65,7 @@ def collectives_of_passes(part: Part, pool: int = 1) -> Iterator[Collective]:
     yield from part.backward(load, Grad.BOTH).collectives
 
 
-def party_size(parts: Sequence[Part], arrangement: Arrangement, pool: int) -> int:
+def collective_group_size(parts: Sequence[Part], arrangement: Arrangement, pool: int) -> int:
     """Return how many neighbouring ranks of a stage run passes of the LLM together: those that collectives of
     its `parts` connect, directly or through others. A policy may share sequences over `pool` cp ranks.
     """
@@ -76,12 +76,12 @@ def party_size(parts: Sequence[Part], arrangement: Arrangement, pool: int) -> in
         for part in parts
         for one in collectives_of_passes(part, len(groups_of_first["pool"]) if pool > 1 else 1)
     }
-    party, found = {first}, {first}
+    connected, found = {first}, {first}
     while found:
         groups = [group_of(arrangement, None, axis, rank) for axis in axes for rank in found]
-        found = {rank for group in groups for rank in group} - party
-        party |= found
-    return len(party)
+        found = {rank for group in groups for rank in group} - connected
+        connected |= found
+    return len(connected)
 
 
 def cost_table(

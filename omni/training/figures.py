@@ -66,7 +66,10 @@ class StepRun:
         domain, talks = self.prepared.plan.domain, device_type() == "cuda"
 
         def took(timing: Timing) -> int:
-            alone = timing.op.kind in COMPUTE and len(domain.parties(timing.op, self.domain_rank)) == 1
+            alone = (
+                timing.op.kind in COMPUTE
+                and len(domain.collective_group_of(timing.op, self.domain_rank)) == 1
+            )
             return round((timing.end_s - timing.start_s) * 1e9) if alone else timing.busy_ns
 
         timings = ((timing.op, took(timing)) for timing in self.result.timings)

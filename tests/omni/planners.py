@@ -173,7 +173,7 @@ def planner(
         schedule=own.schedule,
         microbatch_tokens=budget.microbatch_tokens,
         table=table(world.llm.pp),
-        party=lcm(world.llm.tp, world.llm.ep) if alone(world, llm_sp) else world.stage_size,
+        collective_group=lcm(world.llm.tp, world.llm.ep) if alone(world, llm_sp) else world.stage_size,
     )
     return Planner(
         world=WorldPlanner(samples, budget, own.deal, world.num_domains, group_size),

@@ -33,7 +33,7 @@ from omni.config import ConfigError
 from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.llm import llm_work
 from omni.planning.planner import Planner
-from omni.planning.work import party_size
+from omni.planning.work import collective_group_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import AUTO, ENCODE_FIRST, JOINT, JOINT_UNIFORM, JOINT_ZERO_BUBBLE_H1, ONE_F_ONE_B
@@ -265,28 +265,28 @@ def test_replicas_of_a_domain_pass_their_packs_together():
     plans = plans_of_all_domains(planner(world=world, budget=budget), 1, 0)
     assert len(plans) == 2
     for domain in (plan.domain for plan in plans):
-        assert (domain.pool, domain.tp, domain.party) == (2, 2, 2)
+        assert (domain.pool, domain.tp, domain.collective_group) == (2, 2, 2)
         cp_ranks = [{s.cp_rank for s in batch.layout.shards for s in s} for batch in domain.microbatches]
         assert cp_ranks[0] == {0, 1}
         assert all(of <= {0, 1} for of in cp_ranks)
 
 
-def test_ranks_that_the_statements_of_layers_connect_are_one_party():
+def test_ranks_that_the_statements_of_layers_connect_are_one_collective_group():
     sizes = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
 
-    def party(layout: Layout, pool: int = 1, replicas: int = 1, experts: int = 0) -> int:
+    def collective_group(layout: Layout, pool: int = 1, replicas: int = 1, experts: int = 0) -> int:
         world = arrange(layout, {}, COLOCATED, 0, replicas)
         # The first part is dense: the last alone says that experts connect ranks.
         moe = MoEConfig(experts=experts, ffn=32, dense_layers=2)
-        return party_size(llm_work(LLMConfig(**sizes, moe=moe), 64, layout, 4), world, pool)
+        return collective_group_size(llm_work(LLMConfig(**sizes, moe=moe), 64, layout, 4), world, pool)
 
-    assert party(Layout(dp=2, pp=2)) == 1
-    assert party(Layout(tp=2, pp=2, dp=2)) == 2
-    assert party(Layout(tp=2, cp=2, dp=2), pool=2) == 4
-    assert party(Layout(cp=2, dp=2), pool=2, replicas=2) == 4
-    assert party(Layout(tp=2, dp=2), pool=2, replicas=2) == 4
-    assert party(Layout(tp=2, dp=4, pp=2, ep=4), experts=4, replicas=2) == 4
-    assert party(Layout(tp=2, cp=3, dp=2, ep=4), pool=3, experts=4, replicas=2) == 12
+    assert collective_group(Layout(dp=2, pp=2)) == 1
+    assert collective_group(Layout(tp=2, pp=2, dp=2)) == 2
+    assert collective_group(Layout(tp=2, cp=2, dp=2), pool=2) == 4
+    assert collective_group(Layout(cp=2, dp=2), pool=2, replicas=2) == 4
+    assert collective_group(Layout(tp=2, dp=2), pool=2, replicas=2) == 4
+    assert collective_group(Layout(tp=2, dp=4, pp=2, ep=4), experts=4, replicas=2) == 4
+    assert collective_group(Layout(tp=2, cp=3, dp=2, ep=4), pool=3, experts=4, replicas=2) == 12
 
 
 def test_components_live_where_their_placement_says():

@@ -284,7 +284,7 @@ def packs_of_six_and_four(stages: int, tp: int) -> list[PackedTokens]:
         holds=tuple((stage,) for stage in range(stages)),
         pool=1,
         tp=tp,
-        party=tp,
+        collective_group=tp,
         llm=0,
         homes=((0, stages * tp),),
         samples=tuple(PlannedSample("here", i, n, ((0, n),)) for i, n in enumerate(lengths)),

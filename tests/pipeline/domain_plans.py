@@ -43,7 +43,7 @@ class Shape:
     stages: int = 1
     pool: int = 1
     tp: int = 1
-    party: int = 1
+    collective_group: int = 1
     beside: int = 0
     homes: tuple[tuple[int, int], ...] = ()
     taps: tuple[Point, ...] = ()
@@ -107,14 +107,16 @@ def random_shape(random: Random, max_stages: int, max_wide: int = 3) -> Shape:
     """
     pool, tp = random.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 1)))
     stages = random.randint(1, max_stages if pool * tp == 1 else min(max_wide, max_stages))
-    party = tp * random.choice([k for k in range(1, pool + 1) if pool % k == 0])
+    collective_group = tp * random.choice([k for k in range(1, pool + 1) if pool % k == 0])
     beside = random.choice((0, 0, 1, 2, 3))
     llm = stages * pool * tp
     spans = [(0, llm), (0, llm), (0, pool * tp), (0, llm + beside), (llm - 1, llm)]
     spans += [(llm, llm + beside)] * 2 if beside else []
     homes = (random.choice(spans), random.choice(spans))
     taps = [Point("llm.layers.1", 0, 1), Point(f"llm.layers.{stages}", stages - 1, 2 if stages == 1 else 0)]
-    return Shape(stages, pool, tp, party, beside, homes, tuple(taps[: random.choice((0, 0, 1, 2))]))
+    return Shape(
+        stages, pool, tp, collective_group, beside, homes, tuple(taps[: random.choice((0, 0, 1, 2))])
+    )
 
 
 def random_work(random: Random, shape: Shape, microbatches: int) -> list[Work]:
@@ -168,7 +170,7 @@ def make_plan(
         holds=shape.holds,
         pool=shape.pool,
         tp=shape.tp,
-        party=shape.party,
+        collective_group=shape.collective_group,
         llm=LLM,
         homes=tuple(map(shape.home, COMPONENTS)),
         samples=samples,

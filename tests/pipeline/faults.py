@@ -333,10 +333,10 @@ def return_before_its_gradient(plan: StepPlan, random: Random) -> Planted | None
     return Planted(with_ops(plan, lists), "R7", (f"{first_of(plan, team)} stands at op ",))
 
 
-def party_in_opposite_orders(plan: StepPlan, random: Random) -> Planted | None:
-    """One team of a party runs two forwards, whose layers communicate, in the other order."""
+def collective_group_in_opposite_orders(plan: StepPlan, random: Random) -> Planted | None:
+    """One team of a collective group runs two forwards, whose layers communicate, in the other order."""
     domain = plan.domain
-    if domain.party <= domain.team or len(domain.microbatches) < 2:
+    if domain.collective_group <= domain.team or len(domain.microbatches) < 2:
         return None
     team, lists = random.randrange(domain.llm_size // domain.team), lists_of(plan)
     ops = lists[team]
@@ -372,5 +372,5 @@ ORDERS: dict[str, Fault] = {
     "an issue twice": changed_wait(issue_twice),
     "an activation that awaits its own gradient": circle_of_messages,
     "a return that awaits its own gradient": return_before_its_gradient,
-    "a party in opposite orders": party_in_opposite_orders,
+    "a collective group in opposite orders": collective_group_in_opposite_orders,
 }

@@ -141,8 +141,8 @@ class RandomRanks:
         if kind in ENCODER:
             return ("together", *self.domain.encoder_batches[op.index].ranks)
         if kind in PASS:
-            low = rank // self.domain.party * self.domain.party
-            return ("together", *range(low, low + self.domain.party))
+            low = rank // self.domain.collective_group * self.domain.collective_group
+            return ("together", *range(low, low + self.domain.collective_group))
         if kind is Kind.REDUCE:
             home = range(*self.domain.homes[op.index])
             llm = op.index == self.domain.llm

@@ -72,10 +72,10 @@ def queue_of(
             of = begins.get(op, ())
             own = bool(of) and of[-1] == made_by(domain, COMPONENTS, op)
             behind = Behind([reductions[pair] for pair in of], last_grows=own)
-            party = domain.parties(op, team * domain.team)
+            collective_group = domain.collective_group_of(op, team * domain.team)
             for layer in reversed(range(layers)):
-                if len(party) > 1:
-                    queue.append((number, party, op.kind, op.index, op.part, op.grad, layer))
+                if len(collective_group) > 1:
+                    queue.append((number, collective_group, op.kind, op.index, op.part, op.grad, layer))
                 behind.left(layer, layers)
         elif op.kind in COLLECTIVE:
             route = domain.routes[op.index]

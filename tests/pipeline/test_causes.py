@@ -66,7 +66,7 @@ def test_causes_add_up_to_the_step(schedule):
 def test_in_one_queue_free_reductions_hold_up_nobody():
     # The last stage's gradients are reduced first, behind its long backward of an encoder; the first stage
     # has issued its own by then, and would stand in the queue until that backward ends.
-    shape = Shape(stages=2, tp=2, party=2, team=2)
+    shape = Shape(stages=2, tp=2, collective_group=2, team=2)
     work = [Work("image", 0, (0, 1), (2, 2)), Work("image", 0, (2, 3), (2, 2, 2, 2))]
     domain = make_plan(shape, 2, work, "encode_first").domain
     domain = replace(domain, reductions=((LLM, 1), (LLM, 0), (1, 0)))

@@ -72,7 +72,9 @@ def test_what_a_rank_waits_for_is_told():
 
 
 def test_ranks_whose_layers_communicate_wait_for_their_peers():
-    domain = make_plan(Shape(1, pool=2, party=2), 1, [Work("image", 0, (0,), (3,))], "encode_first").domain
+    domain = make_plan(
+        Shape(1, pool=2, collective_group=2), 1, [Work("image", 0, (0,), (3,))], "encode_first"
+    ).domain
     timeline = run(domain, lambda rank, op: 10 if op.kind in COMPUTE else 0, lambda op: 0)
     waits = [(s.cause, s.end_ns - s.start_ns) for s in drawn(timeline)[1].spans if s.kind == WAITING]
     # For the forward, while the other rank encodes, and for the reduction, while that one goes back.
@@ -103,7 +105,9 @@ def test_measured_laps_are_drawn_whole_with_idle_time_before_work(seed):
 
 
 def test_what_a_measured_rank_stands_still_for_is_told():
-    domain = make_plan(Shape(1, pool=2, party=2), 1, [Work("image", 0, (0,), (3,))], "encode_first").domain
+    domain = make_plan(
+        Shape(1, pool=2, collective_group=2), 1, [Work("image", 0, (0,), (3,))], "encode_first"
+    ).domain
     causes = {
         DATA: DATA,
         END: END,

@@ -32,7 +32,9 @@ def a_plan() -> StepPlan:
         Work("image", (0, 1), (0, 1, 2, 3), (2, 3), num_tp_groups=2),
     ]
     taps = (Point("llm.layers.1", 1, 0),)
-    shape = Shape(2, pool=2, tp=2, party=2, team=2, parts=2, beside=2, homes=((8, 10), (0, 4)), taps=taps)
+    shape = Shape(
+        2, pool=2, tp=2, collective_group=2, team=2, parts=2, beside=2, homes=((8, 10), (0, 4)), taps=taps
+    )
     builder = with_split_backwards(INTERLEAVED, seed=1)
     plan = make_plan(shape, 2, work, builder, frozen=("audio",), cuts=Random(1))
     batch = plan.domain.microbatches[0]

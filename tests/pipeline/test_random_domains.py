@@ -43,7 +43,7 @@ def facts(plan: StepPlan) -> set[tuple[object, ...]]:
         ("parts of a rank", domain.num_parts // domain.num_stages),
         ("pool", domain.pool),
         ("tp", domain.tp),
-        ("party", domain.party),
+        ("collective group", domain.collective_group),
         ("team", domain.team),
         ("encoders beside", domain.llm_size < domain.num_ranks),
         ("encoders", len(components)),
@@ -74,7 +74,7 @@ def counted(schedule: str) -> Counter[tuple[object, ...]]:
 @pytest.mark.parametrize("schedule", BUILDERS)
 def test_random_domains_are_of_every_kind(schedule):
     wanted = {("stages", n) for n in range(1, MOST_STAGES + 1)} | {("microbatches", n) for n in range(7)}
-    wanted |= {("pool", n) for n in (1, 2, 3)} | {("party", n) for n in (1, 2, 3, 4)}
+    wanted |= {("pool", n) for n in (1, 2, 3)} | {("collective group", n) for n in (1, 2, 3, 4)}
     wanted |= {(name, n) for name in ("tp", "team", "ranks of a tp group") for n in (1, 2)}
     wanted |= {("encoders beside", flag) for flag in (False, True)} | {("encoders", n) for n in (0, 1, 2)}
     wanted |= {("points of rows", n) for n in (1, 2, 3)} | {

@@ -19,7 +19,7 @@ from pipeline.simulator import run
 from pipeline.verifier import violations
 
 STAGES, MICROBATCHES = 4, 32
-TOGETHER = Shape(STAGES, tp=2, party=2, team=2)
+TOGETHER = Shape(STAGES, tp=2, collective_group=2, team=2)
 
 
 def uneven(seed: int, encode_ns: int = 900) -> Costs:
@@ -69,7 +69,9 @@ def test_rows_of_many_microbatches_pass_at_one_meeting(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_only_issues_change_their_places(seed: int) -> None:
     random = Random(seed)
-    shape = random.choice([TOGETHER, Shape(3, pool=2, tp=2, party=4), Shape(2, tp=2, party=2, beside=1)])
+    shape = random.choice(
+        [TOGETHER, Shape(3, pool=2, tp=2, collective_group=4), Shape(2, tp=2, collective_group=2, beside=1)]
+    )
     work = random_work(random, shape, 6) if shape.team == 1 else encoder_batch_on_each_stage()
     plan = make_plan(shape, 8, work, random.choice([*BUILDERS]))
     times: dict[tuple[int, Op], int] = {}
@@ -89,7 +91,7 @@ def test_a_stage_waits_for_the_next_one_before_it_begins_a_long_pass() -> None:
     """The first stage is through its second forward at 21, the next one through its first at 23. If the first
     began its third forward, of 100, meanwhile, the other would get nothing to do until 121.
     """
-    domain = make_plan(Shape(3, tp=2, party=2, team=2), 4, [], "one_f_one_b").domain
+    domain = make_plan(Shape(3, tp=2, collective_group=2, team=2), 4, [], "one_f_one_b").domain
     takes = {(0, 2): 100, (1, 0): 12}
 
     def compute_ns(rank: int, op: Op) -> int:
@@ -174,7 +176,7 @@ def test_ranks_that_pass_together_wait_until_each_has_encoded() -> None:
     def compute_ns(rank: int, op: Op) -> int:
         return encoder_batch_ns[op.index] if op.kind in ENCODES else 10
 
-    domain = make_plan(Shape(2, pool=2, tp=2, party=4, team=2), 4, work, "encode_first").domain
+    domain = make_plan(Shape(2, pool=2, tp=2, collective_group=4, team=2), 4, work, "encode_first").domain
     for ops in JOINT(domain, Facts((compute_ns, lambda op: 0), one, one_queue=True)):
         kinds = [op.kind for op in ops]
         assert Kind.ENCODE not in kinds[kinds.index(Kind.FORWARD) :]

@@ -67,7 +67,7 @@ def domain_of(layout, tp, size, items, encoder_batches, feeds):
         holds=(*held, *((),) * (size - len(held))),
         pool=layout.num_cp_ranks,
         tp=tp,
-        party=1,
+        collective_group=1,
         llm=0,
         homes=(),
         samples=(),

@@ -60,7 +60,11 @@ def test_random_plans_hold_every_kind_of_domain():
         plan = make_plan(shape, 4, random_work(random, shape, 4), "encode_first", cuts=random)
         domain = plan.domain
         seen.add(("stages with rows", len({domain.stage(r) for r in range(shape.llm) if domain.points(r)})))
-        seen |= {("stage size", shape.stage_size), ("party", shape.party), ("beside", shape.beside > 0)}
+        seen |= {
+            ("stage size", shape.stage_size),
+            ("collective group", shape.collective_group),
+            ("beside", shape.beside > 0),
+        }
         for encoder_batch in domain.encoder_batches:
             seen.add(("tp groups", encoder_batch.layout.num_cp_ranks, encoder_batch.tp))
             seen.add(
@@ -68,7 +72,7 @@ def test_random_plans_hold_every_kind_of_domain():
             )
             seen |= {("shards", len(shards)) for shards in encoder_batch.layout.shards}
         seen |= {("pieces", len(s)) for batch in domain.microbatches for s in batch.layout.shards}
-    assert seen >= {("stage size", n) for n in (1, 2, 3, 4)} | {("party", n) for n in (1, 2, 3, 4)}
+    assert seen >= {("stage size", n) for n in (1, 2, 3, 4)} | {("collective group", n) for n in (1, 2, 3, 4)}
     assert seen >= {
         ("beside", True),
         ("stages of an encoder batch", 2),
@@ -302,12 +306,14 @@ def ends_of(timeline: Timeline, rank: int, kind: Kind) -> list[int]:
     return [event.end_ns for event in timeline.events[rank] if event.op.kind is kind]
 
 
-@pytest.mark.parametrize("party, fast", [(1, 1), (2, 10)])
-def test_a_party_begins_together_and_takes_the_time_of_its_slowest_rank(party, fast):
-    domain = make_plan(Shape(stages=1, pool=2, party=party), 4, [], "forward_only").domain
+@pytest.mark.parametrize("collective_group, fast", [(1, 1), (2, 10)])
+def test_a_collective_group_begins_together_and_takes_the_time_of_its_slowest_rank(collective_group, fast):
+    domain = make_plan(
+        Shape(stages=1, pool=2, collective_group=collective_group), 4, [], "forward_only"
+    ).domain
     timeline = run(domain, lambda rank, op: 10 if rank == op.index % 2 else 1, lambda op: 0)
     # Each rank is slow in every other microbatch: alone they take turns to be late, together they never gain.
-    assert timeline.makespan_ns == (4 * 10 if party == 2 else 2 * 10 + 2 * 1)
+    assert timeline.makespan_ns == (4 * 10 if collective_group == 2 else 2 * 10 + 2 * 1)
     assert ends_of(timeline, 0, Kind.FORWARD)[1] == 10 + fast
 
 
@@ -320,15 +326,15 @@ def test_ranks_that_encode_together_wait_for_each_other():
 
 @settings(deadline=None, max_examples=60)
 @given(plans(), st.integers(0, 1000))
-def test_ranks_of_a_party_end_every_op_at_the_same_time(plan, seed):
+def test_ranks_of_a_collective_group_end_every_op_at_the_same_time(plan, seed):
     domain = plan.domain
     costs = Random(seed)
     timeline = run(domain, lambda rank, op: costs.randint(1, 50), lambda op: 3)
     ends = {(rank, event.op): event.end_ns for rank, events in enumerate(timeline.events) for event in events}
     for (rank, op), end in ends.items():
         if op.kind in COMPUTE:
-            assert [ends[other, op] for other in domain.parties(op, rank)] == [end] * len(
-                domain.parties(op, rank)
+            assert [ends[other, op] for other in domain.collective_group_of(op, rank)] == [end] * len(
+                domain.collective_group_of(op, rank)
             )
 
 
@@ -403,7 +409,7 @@ def test_a_pass_begins_when_its_weights_have_arrived():
         assert sum(vars(spent).values()) == timeline.makespan_ns
 
 
-@pytest.mark.parametrize("shape", [Shape(1), Shape(1, pool=2, party=2)])
+@pytest.mark.parametrize("shape", [Shape(1), Shape(1, pool=2, collective_group=2)])
 @pytest.mark.parametrize("single_fifo", [False, True])
 def test_a_reduction_behind_the_last_backward_leaves_its_last_pieces(shape, single_fifo):
     def step(reduce_ns: int, pieces: int, frozen: tuple[str, ...]) -> int:
@@ -423,7 +429,7 @@ def test_a_reduction_behind_the_last_backward_leaves_its_last_pieces(shape, sing
     assert step(50, 10, ()) == free + 50
 
 
-@pytest.mark.parametrize("shape", [Shape(1), Shape(1, tp=2, party=2)])
+@pytest.mark.parametrize("shape", [Shape(1), Shape(1, tp=2, collective_group=2)])
 @pytest.mark.parametrize("single_fifo", [False, True])
 def test_an_encoder_is_reduced_behind_its_own_last_backward(shape, single_fifo):
     def step(reduce_ns: int, pieces: int, last: str = "image") -> int:
@@ -446,7 +452,7 @@ def test_an_encoder_is_reduced_behind_its_own_last_backward(shape, single_fifo):
 @pytest.mark.parametrize("issue_ns", [0, 3])
 def test_the_time_of_a_step_is_compute_what_layers_say_reduction_and_waiting(issue_ns):
     work = [Work("image", m, (0, 1), (2,)) for m in range(3)]
-    domain = make_plan(Shape(stages=2, tp=2, party=2), 3, work, "encode_first").domain
+    domain = make_plan(Shape(stages=2, tp=2, collective_group=2), 3, work, "encode_first").domain
     talk = Talk(fixed_ns=7)
     cost = work_cost(
         0, 0, 100, forward_talk=talk, input_talk=talk, weight_talk=Talk(fixed_ns=2), reduce_ns=50

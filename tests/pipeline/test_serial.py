@@ -51,7 +51,12 @@ def test_lists_with_a_queue_for_each_communicator_are_not_safe_with_one() -> Non
 @pytest.mark.parametrize("message_ns, queue_share", [(10, 1.01), (100, 1.06)])
 @pytest.mark.parametrize(
     "shape",
-    [Shape(4), Shape(4, tp=2, party=2), Shape(4, tp=2, party=2, team=2), Shape(4, pool=2, tp=2, party=4)],
+    [
+        Shape(4),
+        Shape(4, tp=2, collective_group=2),
+        Shape(4, tp=2, collective_group=2, team=2),
+        Shape(4, pool=2, tp=2, collective_group=4),
+    ],
     ids=["alone", "tp", "a team", "tp and pool"],
 )
 def test_lists_for_one_queue_cost_little_time(shape: Shape, message_ns: int, queue_share: float) -> None:
@@ -67,11 +72,11 @@ def test_lists_for_one_queue_cost_little_time(shape: Shape, message_ns: int, que
 
     relaxed = run(domain, compute, lambda op: message_ns)
     serial = replace(domain, ops=tuple(map(tuple, serialise(domain, compute, lambda op: message_ns))))
-    queue_share = queue_share if shape.party > 1 else 1
+    queue_share = queue_share if shape.collective_group > 1 else 1
     assert run(serial, compute, lambda op: message_ns).makespan_ns <= queue_share * relaxed.makespan_ns
     single = run(serial, compute, lambda op: message_ns, single_fifo=True)
     assert single.makespan_ns <= queue_share * relaxed.makespan_ns
-    if shape.party > 1:
+    if shape.collective_group > 1:
         assert single.makespan_ns > relaxed.makespan_ns
 
 

@@ -452,7 +452,7 @@ def a_shared_plan(schedule: str = "encode_first") -> StepPlan:
         Work("image", 2, (3, 4), (3,)),
         Work("audio", 1, (8, 9), (4,)),
     ]
-    shape = Shape(stages=2, pool=2, tp=2, party=2, beside=2, homes=((8, 10), (0, 8)))
+    shape = Shape(stages=2, pool=2, tp=2, collective_group=2, beside=2, homes=((8, 10), (0, 8)))
     return make_plan(shape, 3, work, schedule, cuts=Random(2))
 
 
@@ -502,20 +502,20 @@ def test_opposite_orders_of_backward_are_refused():
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_two_ranks_of_a_party_that_pass_microbatches_in_opposite_orders_are_refused(rank):
-    plan = make_plan(Shape(stages=1, tp=2, party=2), 2, [], "forward_only")
+def test_two_ranks_of_a_collective_group_that_pass_microbatches_in_opposite_orders_are_refused(rank):
+    plan = make_plan(Shape(stages=1, tp=2, collective_group=2), 2, [], "forward_only")
     lists = [list(ops) for ops in plan.domain.ops]
     lists[rank].reverse()
     plan = with_domain(plan, ops=tuple(map(tuple, lists)))
     refused_only_by_r7(plan, "forward(0), waiting for position", "forward(1), waiting for position")
-    alone = with_domain(plan, party=1)
+    alone = with_domain(plan, collective_group=1)
     assert not problems(alone)
     RandomRanks(alone, seed=0).run()
 
 
 def test_a_pass_and_an_encoder_batch_in_opposite_orders_are_refused():
     work = [Work("image", 1, (0, 1), (2,))]
-    plan = make_plan(Shape(stages=1, tp=2, party=2), 2, work, "forward_only")
+    plan = make_plan(Shape(stages=1, tp=2, collective_group=2), 2, work, "forward_only")
     lists = [list(ops) for ops in plan.domain.ops]
     assert lists[1].index(Op(Kind.FORWARD, 0)) < lists[1].index(Op(Kind.ENCODE, 0))
     move_before(lists[1], Op(Kind.ENCODE, 0), Op(Kind.FORWARD, 0))

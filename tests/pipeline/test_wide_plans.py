@@ -106,7 +106,7 @@ def test_a_fold_hands_on_in_the_last_stage_without_a_message():
 
 def test_weight_gradients_of_ranks_that_work_together_are_in_one_order():
     work = [Work("image", m, (0, 1, 2, 3), (2, 3), num_tp_groups=2) for m in range(3)]
-    shape = Shape(stages=2, pool=2, tp=2, party=4, team=2)
+    shape = Shape(stages=2, pool=2, tp=2, collective_group=4, team=2)
     plan = make_plan(shape, 3, work, with_split_backwards(build_in_turn, 1))
     assert list(violations(plan, one)) == []
     assert len(plan.domain.ops) == 4

@@ -272,7 +272,7 @@ def team_plan() -> StepPlan:
     two tp groups.
     """
     work = [Work("image", 0, (0, 1), (2,)), Work("image", 1, (0, 1, 2, 3), (2, 3), num_tp_groups=2)]
-    return make_plan(Shape(2, pool=2, tp=2, party=2, team=2), 2, work, "encode_first")
+    return make_plan(Shape(2, pool=2, tp=2, collective_group=2, team=2), 2, work, "encode_first")
 
 
 def with_encoder_batch(

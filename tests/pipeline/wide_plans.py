@@ -71,7 +71,7 @@ def with_split_backwards(builder: Builder, seed: int, share: float = 0.7) -> Bui
             entries = []
             for end, op in ops:
                 if op.kind in COMPUTE:
-                    entries += halves(end, op, domain, domain.parties(op, team * domain.team))
+                    entries += halves(end, op, domain, domain.collective_group_of(op, team * domain.team))
             order.append([op for *_, op in sorted(entries, key=lambda entry: entry[:2])])
         return order
 

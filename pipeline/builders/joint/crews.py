@@ -32,8 +32,8 @@ def crews_of(domain: DomainPlan, tp_groups: Mapping[str, Sequence[TpGroup]]) -> 
     if any(_stage(domain, unit[0]) != _stage(domain, unit[-1]) for unit in units):
         units = _joined(teams, ())  # a tp group across stages: its encoder batches are barriers
     pass_together = [
-        range(first // team, (first + domain.party - 1) // team + 1)
-        for first in range(0, domain.llm_size, domain.party)
+        range(first // team, (first + domain.collective_group - 1) // team + 1)
+        for first in range(0, domain.llm_size, domain.collective_group)
     ]
     crews = _joined(teams, [*units, *pass_together])
     unit_of = [number for number, unit in enumerate(units) for _ in unit]
