@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -162,6 +163,38 @@ def test_a_class_name_means_one_thing():
     shared = {name: sorted(of) for name, of in places.items() if len(of) > 1}
     assert {name: of for name, of in shared.items() if name not in SHARED_NAMES} == {}
     assert SHARED_NAMES.keys() <= shared.keys(), "an exception that nothing needs"
+
+
+RETIRED = {
+    "num_members": "num_cp_ranks",
+    "Slot": "TpGroup",
+    "Chunk": "EncoderBatch",
+    "quantum": "encoder_batch",
+    "quanta": "encoder_batches",
+    "party": "collective_group",
+    "parties": "collective_group_of",
+}
+"""Names that readers of Megatron-LM and torchtitan do not know, and what took their place."""
+RETIRED_IN_PLANS = {
+    "member": "cp_rank",
+    "position": "domain_rank",
+    "chunk": "encoder_batch",
+    "chunks": "encoder_batches",
+}
+"""Those that mean something else beside the pipeline: of an archive, of a token, of bytes."""
+
+
+def test_names_that_are_retired_stay_out():
+    found = []
+    for package in PACKAGES:
+        retired = RETIRED | (RETIRED_IN_PLANS if package == "pipeline" else {})
+        for path in (ROOT / package).rglob("*.py"):
+            with tokenize.open(path) as file:
+                names = {token.string for token in tokenize.generate_tokens(file.readline)}
+            found += [
+                f"{path.relative_to(ROOT)}: {name} is now {retired[name]}" for name in names & retired.keys()
+            ]
+    assert sorted(found) == []
 
 
 def test_every_wait_for_a_program_and_of_a_group_has_an_end():
