@@ -51,7 +51,7 @@ is full, none can take more of the tokens that cost less than others, and all wa
 """
 
 
-Chunked = Callable[[Pairs, int, bool], DomainPlan]
+Batched = Callable[[Pairs, int, bool], DomainPlan]
 """A domain with encoder batches, from the packs that pass together, the encoder batches of each tp group, and
 whether encoder batches are coarse.
 """
@@ -203,7 +203,7 @@ class DomainPlanner:
     def _candidates(
         self,
         orders: Callable[[bool], tuple[Pairs, ...]],
-        batched: Chunked,
+        batched: Batched,
         ranks: Sequence[int],
         frozen: frozenset[str],
         fits: Callable[[DomainPlan], bool],
@@ -262,7 +262,7 @@ class DomainPlanner:
 
     def _scheduled(
         self,
-        batched: Chunked,
+        batched: Batched,
         ranks: Sequence[int],
         frozen: frozenset[str],
         policy: SchedulePolicy,
