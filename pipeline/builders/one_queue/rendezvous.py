@@ -64,11 +64,11 @@ class _Meeting:
     used: dict[int, int] = field(default_factory=dict)
 
 
-def meet(moves: Sequence[Moves], patience: int = 1) -> Orders:
+def meet(moves: Sequence[Moves], patience: int = 2) -> Orders:
     """Return the lists of all teams, whose `moves` ran with a queue for each communicator, as places of ops,
     with the issues of every team where it meets the others.
 
-    An op is held back where `patience` times the wait is less than the delay.
+    An op is held back where `patience` halves of the wait are less than the delay.
     """
     return _Meetings(moves, patience).run()
 
@@ -231,7 +231,8 @@ class _Meetings:
                 continue
             if meeting.called:
                 return True
-            before = end - self.patience * (made - self.now)  # who needs it later gains less than this waits
+            # Who needs it later gains less than this waits.
+            before = end - self.patience * (made - self.now) // 2
             # Rows that go back are not worth a meeting later on, between long ops: they are used at once.
             late = team.at > team.moves.last_pass
             if made < before and (late or self.is_used(meeting, number, before)):
