@@ -67,20 +67,19 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
     else:
         lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
         tried = [[_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]]
-    best = _fastest(moves, tried)[1] if len(tried) > 1 else 0
-    # Reductions that come last change little of what else waits: the best order is best with others, too.
-    further = [tried[best]]
-    if any(of.carries for of in moves) and (amid := reduced_amid(moves, tried[best])) is not None:
-        further.append(amid)
-    if any(of.goes_behind for of in moves):
-        further.append(reduced_early(moves, tried[best]))
-    return further[_fastest(moves, further)[1]] if len(further) > 1 else further[0]
+    carries, goes_behind = any(of.carries for of in moves), any(of.goes_behind for of in moves)
+    for orders in tuple(tried):
+        if carries and (amid := reduced_amid(moves, orders)) is not None:
+            tried.append(amid)
+        if goes_behind:
+            tried.append(reduced_early(moves, orders))
+    return tried[_fastest(moves, tried)] if len(tried) > 1 else tried[0]
 
 
-def _fastest(moves: Sequence[Moves], tried: Sequence[Orders]) -> tuple[int, int]:
-    """Return what the fastest of several orders takes, NEVER if all get stuck, and its number."""
+def _fastest(moves: Sequence[Moves], tried: Sequence[Orders]) -> int:
+    """Return the number of the fastest of several orders; those that get stuck take for ever."""
     times = (queue_ns(moves, orders) for orders in tried)
-    return min((NEVER if ns is None else ns, at) for at, ns in enumerate(times))
+    return min((NEVER if ns is None else ns, at) for at, ns in enumerate(times))[1]
 
 
 def in_orders(domain: DomainPlan, orders: Orders) -> list[list[Op]]:
