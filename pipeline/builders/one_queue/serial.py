@@ -19,6 +19,7 @@ transfer, so it has a higher number.
 
 from collections import deque
 from collections.abc import Sequence
+from operator import itemgetter
 
 from pipeline.builders.one_queue.moves import Moves, Orders, moves_of, queue_ns, reduced_amid, reduced_early
 from pipeline.builders.one_queue.rendezvous import NEVER, meet
@@ -31,6 +32,8 @@ PATIENCE = (1, 2, 4)
 """Halves of a wait that count against a delay: on 148 plans of shared sequences whole and double waits leave
 least behind the best; where one stage encodes for all, lists take a tenth less with half ones.
 """
+
+NEAR = 1.01  # of the fastest order: slower ones are not tried with other places of reductions
 
 
 def serialise(
@@ -68,18 +71,25 @@ def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
         lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
         tried = [[_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]]
     carries, goes_behind = any(of.carries for of in moves), any(of.goes_behind for of in moves)
-    for orders in tuple(tried):
+    if len(tried) == 1 and not (carries or goes_behind):
+        return tried[0]
+    timed = [(_takes(moves, orders), orders) for orders in tried]
+    most = NEAR * min(ns for ns, _ in timed)
+    for ns, orders in tuple(timed):
+        if ns > most:
+            continue
         if carries and (amid := reduced_amid(moves, orders)) is not None:
-            tried.append(amid)
+            timed.append((_takes(moves, amid), amid))
         if goes_behind:
-            tried.append(reduced_early(moves, orders))
-    return tried[_fastest(moves, tried)] if len(tried) > 1 else tried[0]
+            early = reduced_early(moves, orders)
+            timed.append((_takes(moves, early), early))
+    return min(timed, key=itemgetter(0))[1]
 
 
-def _fastest(moves: Sequence[Moves], tried: Sequence[Orders]) -> int:
-    """Return the number of the fastest of several orders; those that get stuck take for ever."""
-    times = (queue_ns(moves, orders) for orders in tried)
-    return min((NEVER if ns is None else ns, at) for at, ns in enumerate(times))[1]
+def _takes(moves: Sequence[Moves], orders: Orders) -> int:
+    """What lists take in these orders, NEVER if they get stuck."""
+    ns = queue_ns(moves, orders)
+    return NEVER if ns is None else ns
 
 
 def in_orders(domain: DomainPlan, orders: Orders) -> list[list[Op]]:
