@@ -28,9 +28,7 @@ PLANNED = 2048
 more is not long beside the step.
 """
 PLAN_NS = 2_000_000  # of a rank, for each sample of a domain, where schedules are compared
-PLAN_SHARE = (
-    0.04  # of a step, that planning takes at most, on average over ranks of a node, which share plans
-)
+PLAN_SHARE = 0.04  # of a step, that planning takes at most, on average over the ranks of a node
 A_REPLICA = 64  # samples of a simulated step for each replica, at most
 ROUND = 256  # tokens, of which microbatches that nobody gave have a multiple
 LOOKED = 1 << 16

@@ -155,7 +155,9 @@ def test_buckets_travel_behind_passes_and_change_nothing(
         # Parts of one layer have little behind it.
         if "layout.llm.parts=2" not in keys and "carried" not in layout:
             assert min(many["behind"]) > 0
-    for apart, many in zip(found.get("apart", ()), found["many"], strict=False):
+    if layout not in COMPARED:
+        return
+    for apart, many in zip(found["apart"], found["many"], strict=True):
         assert apart["losses"] == many["losses"]
         assert apart["counts"] == many["counts"]
         assert not any((*apart["early"], *apart["left"], *apart["behind"], *apart["behind_encoders"]))

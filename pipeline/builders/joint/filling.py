@@ -152,7 +152,7 @@ class _Filling:
         if self.later[unit] and not (back or self.left[crew]):
             back.append(self.later[unit].popleft())
         may_go_back = bool(back) and back[0][0] <= now
-        ready = None if held_up or self.awaits_quanta(crew) else self.ready_pass(crew, unit, now)
+        ready = None if held_up or self.awaits_encoder_batches(crew) else self.ready_pass(crew, unit, now)
         if ahead:
             first = ahead[0].microbatches[0]
             fits = self.fits(unit, ahead[0])
@@ -173,7 +173,7 @@ class _Filling:
         if self.running[unit] is None and back and not may_go_back:
             heappush(self.events, (back[0][0], -unit))
 
-    def awaits_quanta(self, crew: int) -> bool:
+    def awaits_encoder_batches(self, crew: int) -> bool:
         """Whether units of a crew are yet to encode what is to be apart from their passes."""
         units = self.crews.crews[crew] if self.bounds.apart else ()
         return any(self.ahead[unit] and self.fits(unit, self.ahead[unit][0]) for unit in units)
