@@ -120,8 +120,12 @@ class PackingConfig(PolicyConfig):
 
 @dataclass
 class PipelineConfig(PolicyConfig):
-    """A rank holds at most `encoder_bytes` of activations of each encoder; null does not bound them."""
+    """A step has at most so many `rounds`, each encoded, passed and gone back through before the next, so
+    that encoders hold the activations of a round; null: as few as fit `cluster.memory_bytes`. A rank holds at
+    most `encoder_bytes` of activations of each encoder; null does not bound them.
+    """
 
+    rounds: int | None = at_least(1, None)
     encoder_bytes: int | None = at_least(1, None)
 
 

@@ -201,7 +201,8 @@ class DomainPlan:
     for it. Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of
     it. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a domain rank may hold at
     once. `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
-    `schedule` names who placed the ops: of a schedule with candidates, the one that was chosen. `costliest`
+    `schedule` names who placed the ops, in so many `rounds`: of a schedule with candidates, the one that was
+    chosen. `costliest`
     is, for reports, the costliest sample: its planned nanoseconds and its number in the step.
     """
 
@@ -222,7 +223,13 @@ class DomainPlan:
     bounds: tuple[tuple[str, int], ...] = ()
     feeds: tuple[tuple[str, tuple[Point, ...]], ...] = ()
     schedule: str = ""
+    rounds: int = 1
     costliest: tuple[int, int] = (0, 0)
+
+    @property
+    def scheduled(self) -> str:
+        """Who placed the ops, in words: "joint in 3 rounds"."""
+        return self.schedule if self.rounds == 1 else f"{self.schedule} in {self.rounds} rounds"
 
     @property
     def num_ranks(self) -> int:

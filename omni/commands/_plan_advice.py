@@ -163,7 +163,7 @@ def _tried(spec: RunSpec, found: Estimate, planner: Planner, cursor: int) -> flo
         planner.verify(plan)
     except (ValueError, PlanRefusedError):
         return None
-    if not planner.fits(plan):
+    if planner.beyond(plan) > 0:
         return None
     timeline = simulate(plan.domain, planner.domain.table, planner.domain.single_queue)
     return plan.taken.tokens / (timeline.makespan_ns / 1e9)

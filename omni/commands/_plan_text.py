@@ -113,10 +113,10 @@ def _domain(spec: RunSpec, plan: StepPlan, sent: Mapping[int, Sent]) -> Iterator
     moved = sum(route.moved_rows() for route in domain.routes if route is not None)
     yield f"\nplan of domain {plan.number} (the verifier accepted those of all domains, rules R1 to R7)"
     for key, value in (
-        ("schedule", domain.schedule),
+        ("schedule", domain.scheduled),
         ("digests", " ".join(f"{name} {digest:016x}" for name, _, digest, _ in plan.levels)),
         ("tokens of microbatches", [sum(batch.layout.lengths) for batch in domain.microbatches]),
-        ("items, chunks", f"{len(domain.items)}, {len(domain.encoder_batches)}"),
+        ("items, encoder batches", f"{len(domain.items)}, {len(domain.encoder_batches)}"),
         ("sequences, items shared", f"{shared(domain.microbatches)}, {shared(domain.encoder_batches)}"),
         ("rows, of them shipped", f"{rows}, {moved}"),
     ):

@@ -170,6 +170,7 @@ def plan_of_step(spec: "RunSpec", step: int, domain: int = 0) -> "StepPlan":
     return spec.planner.next_step(step, spec.planner.cursor_of(step), domain)
 
 
+# long: a flat table
 def figures(
     spec: "RunSpec", found: "Estimate", plan: "StepPlan", sent: "Mapping[int, Sent]"
 ) -> dict[str, object]:
@@ -214,10 +215,11 @@ def figures(
         "host_bytes": found.host_bytes,
         "shown_domain": plan.number,
         "schedule": domain.schedule,
+        "rounds": domain.rounds,
         "digests": {name: f"{digest:016x}" for name, _, digest, _ in plan.levels},
         "microbatches": [sum(batch.layout.lengths) for batch in domain.microbatches],
         "items": len(domain.items),
-        "chunks": len(domain.encoder_batches),
+        "encoder_batches": len(domain.encoder_batches),
         "sequences_shared": shared(domain.microbatches),
         "items_shared": shared(domain.encoder_batches),
         "rows": sum(item.rows for item in domain.items),

@@ -1,4 +1,4 @@
-"""The plans that the candidates of a schedule make of a domain: the quickest that fits first, then lean ones.
+"""The plans that the candidates of a schedule make of a domain: the quickest that fits first.
 
 Lists for one queue take no less than lists with a queue for each communicator, and take long to make. So
 candidates are ranked by the latter, and the former are made in this order, until none that is left can be
@@ -11,40 +11,39 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 
 from parallel.costs import CostTable
-from pipeline.builders import SchedulePolicy
 from pipeline.builders.one_queue.moves import moves_of, queue_ns
 from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
-from pipeline.costs import begun_before, plan_costs, plan_memory, simulate
+from pipeline.costs import begun_before, plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import Kind
 from pipeline.simulator import Timeline
-
-QUARTERS = (3, 2, 1)  # of what encoders hold of a step, that a lean schedule is tried with
 
 
 def quickest_first(
     planned: Sequence[DomainPlan],
     in_other_orders: Callable[[int], Iterable[DomainPlan]],
-    fits: Callable[[DomainPlan], bool],
-    lean: Iterator[DomainPlan],
+    beyond: Callable[[DomainPlan], int],
+    leaner: Callable[[Sequence[tuple[int, int]]], Iterable[DomainPlan]],
     queued: Callable[[DomainPlan], DomainPlan],
     table: CostTable,
     single_queue: bool,
 ) -> Iterator[DomainPlan]:
-    """Yield plans that fit in the order of their simulated times, then `lean` ones and those that do not, all
-    with the lists that `queued` makes of them. The quickest candidate that fits is planned
-    `in_other_orders`, too: it is given by its number.
+    """Yield plans that are not `beyond` what devices hold, in bytes, in the order of their simulated times;
+    then plans that are `leaner`, and those that do not fit, all with the lists that `queued` makes of them.
+    The quickest candidate that fits is planned `in_other_orders`, too: it is given by its number. So are
+    candidates that do not fit, quicker ones first, with the bytes they are beyond, to make leaner ones of.
     """
     runs = [run_freely(each, *plan_costs(each, table)) for each in planned]
     queue = [(free.makespan_ns, at, False, free.domain) for at, free in enumerate(runs)]
     heapify(queue)
-    others = []
+    others, refused = [], []
     while queue:
         _, at, is_made, made = heappop(queue)
         if is_made:
             yield made
-        elif not fits(made):
+        elif (more := beyond(made)) > 0:
             others.append(made)
+            if at < len(planned):
+                refused.append((at, more))
         else:
             if len(runs) == len(planned):
                 runs += (run_freely(each, *plan_costs(each, table)) for each in in_other_orders(at))
@@ -52,27 +51,7 @@ def quickest_first(
                     heappush(queue, (runs[other].makespan_ns, other, False, runs[other].domain))
             ns, made = _queued(runs[at], table, single_queue)
             heappush(queue, (ns, at, True, made))
-    yield from map(queued, chain(lean, others))
-
-
-def lean_plans(
-    planned: DomainPlan,
-    policies: Sequence[SchedulePolicy],
-    table: CostTable,
-    scheduled: Callable[[SchedulePolicy, int], DomainPlan],
-) -> Iterator[DomainPlan]:
-    """Have lean schedules `scheduled`, in turn; those that place encoder batches under bounds on activations
-    of encoders, shares of all that a rank encodes in the step as `planned`, in bytes.
-    """
-    kept = plan_memory(planned, table)
-    encoded = (
-        sum(kept(team * planned.team, op) for op in ops if op.kind is Kind.ENCODE)
-        for team, ops in enumerate(planned.ops)
-    )
-    most = max(encoded)
-    for policy in policies if most else ():
-        for quarters in QUARTERS if policy.encoder_batches else (4,):
-            yield scheduled(policy, most * quarters // 4)
+    yield from map(queued, chain(leaner(refused), others))
 
 
 def _queued(free: Timeline, table: CostTable, single_queue: bool) -> tuple[int, DomainPlan]:

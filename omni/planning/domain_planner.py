@@ -14,7 +14,6 @@ Pure: no clock, no rank. All ranks of the domain call it with the same arguments
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import chain
 from math import gcd
 
 from dataloader.balance import SampleCosts
@@ -22,8 +21,9 @@ from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy, Pairs
 from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.models.item_layout import LayoutOf, plain_layout
-from omni.planning.candidates import lean_plans, quickest_first
+from omni.planning.candidates import quickest_first
 from omni.planning.microbatches import ReplicaPacks, encoded_with, microbatch_of, packed
+from omni.planning.rounds import batches_of_rounds, rounds_to_try, starts_of
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import EncoderBatching, Sharing, make_encoder_batches, make_even_encoder_batches
 from parallel.boundary import Route
@@ -36,9 +36,10 @@ from parallel.transports import node_map, transport_ns
 from parallel.work import part_name
 from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
 from pipeline.builders.one_queue.serial import serialise
+from pipeline.builders.rounds import in_rounds
 from pipeline.builders.schedule import candidates_of, lean_of
 from pipeline.costs import begun_before, plan_costs, plan_memory
-from pipeline.domain_plan import DomainPlan, Microbatch, PlannedItem, Point
+from pipeline.domain_plan import DomainPlan, EncoderBatch, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
 from pipeline.ops import Kind, Op
 from pipeline.policies import TpGroup
@@ -51,9 +52,9 @@ is full, none can take more of the tokens that cost less than others, and all wa
 """
 
 
-Batched = Callable[[Pairs, int, bool], DomainPlan]
-"""A domain with encoder batches, from the packs that pass together, the encoder batches of each tp group, and
-whether encoder batches are coarse.
+Batched = Callable[[Pairs, int, bool, int], tuple[DomainPlan, list[int]]]
+"""A domain with encoder batches, and the first microbatches of its rounds: from the packs that pass together,
+the encoder batches of each tp group in a round, whether encoder batches are coarse, and the number of rounds.
 """
 
 
@@ -88,8 +89,8 @@ class DomainPlanner:
     sequences, `feeds` where its rows enter; `collective_group` neighbouring ranks of a stage run passes of
     the LLM together, because its layers communicate; `single_queue` asks for op lists that are safe where all
     communication of a rank shares one queue; `encoder_bytes` bounds the activations of each encoder that a
-    rank holds, if given; plans that do not fit are not
-    taken if `guarded`; `encoder_batching` makes encoder batches of a domain's items; packs have
+    rank holds, if given; a step has so many `rounds`, if given, else as few as fit; plans that do not fit are
+    not taken if `guarded`; `encoder_batching` makes encoder batches of a domain's items; packs have
     `microbatch_tokens` / `pack_divisor` tokens at most; `layout_of` says how rows of an item stand.
     """
 
@@ -108,6 +109,7 @@ class DomainPlanner:
     collective_group: int
     single_queue: bool = False
     encoder_bytes: int | None = None
+    rounds: int | None = None
     guarded: bool = True
     encoder_batching: EncoderBatching = make_encoder_batches
     pack_divisor: int = 1
@@ -135,19 +137,21 @@ class DomainPlanner:
         costs: SampleCosts,
         frozen: tuple[str, ...],
         train: bool,
-        fits: Callable[[DomainPlan], bool] = lambda domain: True,
+        beyond: Callable[[DomainPlan], int] = lambda domain: 0,
     ) -> Iterator[DomainPlan]:
         """Plan a domain; `members` are the samples of each of its replicas, by place in `metas`.
 
-        Yields a plan for each candidate of the schedule that `fits`, in the order of their simulated times,
-        then lean ones, then the others.
+        Yields a plan for each candidate of the schedule that is not `beyond` what devices hold, in bytes, in
+        the order of their simulated times; then those that hold less, then the others.
         """
         replicas, ranks = self._packed(members, costs), self.arrangement.domain_ranks(number)
         lay = cache(partial(microbatch_of, replicas, costs.tokens.tolist(), self.sharing[self.llm]))
         asked = [own.costs for own in replicas], self._room, self.arrangement.llm.pp
         in_order = cache(partial(self._in_order, replicas, lay, metas))
         if not train:
-            domain = self._with_routes(self._with_encoder_batches(*in_order(self.pairing(*asked), ())), ranks)
+            domain, waves = in_order(self.pairing(*asked), ())
+            domain = replace(domain, encoder_batches=self._encoder_batches(domain, waves))
+            domain = self._with_routes(domain, ranks)
             yield self._with_one_queue(self._with_ops(domain, build_forward_only(domain)))
             return
 
@@ -159,12 +163,16 @@ class DomainPlanner:
             return self.pairing.orders(*asked) if filled else (self.pairing(*asked),)
 
         @cache
-        def batched(pairs: Pairs, each: int, coarse: bool) -> DomainPlan:
+        def batched(pairs: Pairs, each: int, coarse: bool, rounds: int) -> tuple[DomainPlan, list[int]]:
             """With encoder batches for a schedule; where these stay where they are, with routes."""
-            made = self._with_encoder_batches(*in_order(pairs, reductions), each, coarse)
-            return made if each else self._with_routes(made, ranks)
+            ordered, waves = in_order(pairs, reductions)
+            starts = starts_of(ordered, rounds, self.table)
+            batches_of = partial(self._encoder_batches, each=each, coarse=coarse)
+            batches = batches_of_rounds(ordered, waves, starts, batches_of)
+            made = replace(ordered, encoder_batches=batches)
+            return made if each else self._with_routes(made, ranks), starts
 
-        yield from self._candidates(orders, batched, ranks, frozenset(frozen), fits)
+        yield from self._candidates(orders, batched, ranks, frozenset(frozen), beyond)
 
     def _in_order(
         self,
@@ -206,31 +214,41 @@ class DomainPlanner:
         batched: Batched,
         ranks: Sequence[int],
         frozen: frozenset[str],
-        fits: Callable[[DomainPlan], bool],
+        beyond: Callable[[DomainPlan], int],
     ) -> Iterator[DomainPlan]:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
         parts, pp = self.arrangement.llm.parts, self.arrangement.llm.pp
         candidates = candidates_of(self.schedule, parts, pp, guarded=self.guarded)
 
-        def scheduled(policy: SchedulePolicy, most: int | None = None, at_once: bool = True) -> DomainPlan:
+        def scheduled(policy: SchedulePolicy, rounds: int) -> DomainPlan:
             pairs = orders(policy.fills_gaps)[0]
-            return self._scheduled(batched, ranks, frozen, policy, pairs, most, at_once)
+            return self._scheduled(batched, ranks, frozen, policy, pairs, rounds)
 
         def in_other_orders(number: int) -> Iterator[DomainPlan]:
             policy = candidates[number]
             for pairs in orders(policy.fills_gaps)[1:]:
-                yield self._scheduled(batched, ranks, frozen, policy, pairs)
+                yield self._scheduled(batched, ranks, frozen, policy, pairs, self.rounds or 1)
 
-        planned = [scheduled(policy) for policy in candidates]
-        apart = [each for each, plan in zip(candidates, planned, strict=True) if _is_at_once(each, plan)]
-        others = self.guarded and (self.schedule.lean or apart)
+        def leaner(refused: Sequence[tuple[int, int]]) -> Iterator[DomainPlan]:
+            ahead = [
+                (candidates[number], (planned[number], more))
+                for number, more in refused
+                if candidates[number].encodes_ahead and self.rounds is None
+            ]
+            for number, rounds in rounds_to_try([plan for _, plan in ahead], self.table):
+                yield scheduled(ahead[number][0], rounds)
+            for policy in lean_of(self.schedule, parts):
+                yield scheduled(policy, 1)
+
+        planned = [scheduled(policy, self.rounds or 1) for policy in candidates]
+        others = self.guarded and (
+            self.schedule.lean or (candidates[0].encodes_ahead and self.rounds is None)
+        )
         if len(planned) == 1 and not others and len(orders(candidates[0].fills_gaps)) == 1:
             yield self._with_one_queue(planned[0])
             return
-        lean = lean_plans(planned[0], lean_of(self.schedule, parts, pp), self.table, scheduled)
-        lean = chain((scheduled(policy, at_once=False) for policy in apart), lean)
         one_queue = self._with_one_queue, self.table, self.single_queue
-        yield from quickest_first(planned, in_other_orders, fits, lean, *one_queue)
+        yield from quickest_first(planned, in_other_orders, beyond, leaner, *one_queue)
 
     def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
         """Plan one token more of samples whose sequences a forward pass has left whole on cp ranks of the
@@ -267,32 +285,30 @@ class DomainPlanner:
         frozen: frozenset[str],
         policy: SchedulePolicy,
         pairs: Pairs,
-        encoder_bytes: int | None = None,
-        at_once: bool = True,
+        rounds: int,
     ) -> DomainPlan:
-        """Plan the encoder batches, routes and ops of a domain of global `ranks` by one schedule, ops for a
-        queue for each communicator. Encoders shall hold at most `encoder_bytes`, if given, besides what is
-        configured: a single microbatch may need more. Encoder batches are coarse where the schedule allows
-        that and nothing bounds what encoders hold; if not `at_once`, each of a single wave.
+        """Plan the encoder batches, routes and ops of a domain of global `ranks` by one schedule in so many
+        rounds, ops for a queue for each communicator. Encoder batches are coarse where the schedule allows
+        that and nothing bounds what encoders hold.
         """
-        most = min((of for of in (encoder_bytes, self.encoder_bytes) if of is not None), default=None)
-        coarse = at_once and most is None and (policy.at_once or policy.fills_gaps)
-        domain = batched(pairs, policy.encoder_batches_for(len(pairs), most is not None), coarse)
-        domain = replace(domain, bounds=self._bounds(domain, policy, most), schedule=policy.name)
+        most = self.encoder_bytes
+        coarse = most is None and (policy.at_once or policy.fills_gaps)
+        each = policy.encoder_batches_for(-(-len(pairs) // rounds), most is not None)
+        domain, starts = batched(pairs, each, coarse, rounds)
+        domain = replace(
+            domain, bounds=self._bounds(domain, policy), schedule=policy.name, rounds=len(starts)
+        )
         costs = plan_costs(domain, self.table, self.transport.link(ranks))
         kept = plan_memory(domain, self.table)
-        order = policy(
-            domain,
-            Facts(costs, kept, self._tp_groups, frozen, self.single_queue and self.collective_group > 1),
-        )
-        domain = replace(domain, bounds=self._bounds(domain, policy, self.encoder_bytes))
+        one_queue = self.single_queue and self.collective_group > 1
+        order = in_rounds(policy, domain, Facts(costs, kept, self._tp_groups, frozen, one_queue), starts)
         if policy.encoder_batches:
             domain = self._with_routes(as_ordered(domain, order), ranks)
         return self._with_ops(domain, without_frozen(order, domain, frozen))
 
-    def _with_encoder_batches(
+    def _encoder_batches(
         self, domain: DomainPlan, waves: Sequence[int], each: int = 0, coarse: bool = False
-    ) -> DomainPlan:
+    ) -> tuple[EncoderBatch, ...]:
         """Make encoder batches of a domain's items, each encoded with the microbatch that `waves` tell: so
         many for each tp group, if any, else one for each wave. They are `coarse` where starting them takes
         long: fewer of them, or those of a schedule that encodes all items at once.
@@ -302,10 +318,7 @@ class DomainPlanner:
         )
         if coarse and encoder_batching is make_encoder_batches:
             encoder_batching = partial(make_encoder_batches, at_once=True)
-        encoder_batches = encoder_batching(
-            domain.items, self._tp_groups, self.sharing, self.table.parts, waves
-        )
-        return replace(domain, encoder_batches=encoder_batches)
+        return encoder_batching(domain.items, self._tp_groups, self.sharing, self.table.parts, waves)
 
     def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:
         """Make op lists of an order of compute, with all communication and reductions."""
@@ -339,9 +352,7 @@ class DomainPlanner:
             for part in reversed(range(num_parts if component == self.llm else 1))
         )
 
-    def _bounds(
-        self, domain: DomainPlan, policy: SchedulePolicy, encoder_bytes: int | None
-    ) -> tuple[tuple[str, int], ...]:
+    def _bounds(self, domain: DomainPlan, policy: SchedulePolicy) -> tuple[tuple[str, int], ...]:
         """Bytes of each part's activations: of the most microbatches that a schedule has in flight, and of
         encoders at most so many, if they are bounded.
         """
@@ -357,8 +368,8 @@ class DomainPlanner:
                 for rank in range(first, first + domain.stage_size, domain.tp)
             )
             bounds.append((part_name(self.llm, part), max(sum(of[:most]) for of in sizes)))
-        if encoder_bytes is not None:
-            bounds += [(name, encoder_bytes) for name in self._tp_groups]
+        if self.encoder_bytes is not None:
+            bounds += [(name, self.encoder_bytes) for name in self._tp_groups]
         return tuple(bounds)
 
     @cached_property
@@ -411,11 +422,3 @@ class DomainPlanner:
                 items.append(PlannedItem(component, *place, item.tokens, rows, start + offset, grid, runs))
             start += length(meta)
         return items
-
-
-def _is_at_once(policy: SchedulePolicy, domain: DomainPlan) -> bool:
-    """Whether a schedule has items of several microbatches encoded together, or shared if it fills gaps."""
-    several = (
-        encoder_batch for encoder_batch in domain.encoder_batches if len(encoder_batch.microbatches) > 1
-    )
-    return any(policy.at_once or (policy.fills_gaps and of.layout.num_cp_ranks > 1) for of in several)

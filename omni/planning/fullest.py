@@ -86,17 +86,17 @@ def most_on_host(spec: Workload, plan: StepPlan) -> int:
     return max(model_host(rank_work(spec, plan, rank, messages=False)) for rank in ranks)
 
 
-def fits(spec: Workload, table: CostTable, plan: StepPlan) -> bool:
-    """Say whether every rank of a plan's domain can hold it."""
+def beyond(spec: Workload, table: CostTable, plan: StepPlan) -> int:
+    """Return how many bytes the fullest rank of a plan's domain would hold beyond what its device can, at
+    most 0 if it fits; nothing where that is not known.
+    """
     most = spec.cluster.memory_bytes
     if most is None:
-        return True
-    likely = 0
-    for peak in _peaks(spec, plan, _likely_fullest(table, plan)):
-        if peak.bytes > most:
-            return False
-        likely = max(likely, peak.bytes)
-    return likely <= CLEARLY * most or fullest_rank(spec, [plan]).bytes <= most
+        return 0
+    likely = likely_held(spec, table, plan)
+    if not CLEARLY * most < likely <= most:
+        return likely - most
+    return fullest_rank(spec, [plan]).bytes - most
 
 
 def likely_held(spec: Workload, table: CostTable, plan: StepPlan) -> int:
@@ -195,7 +195,7 @@ def check_memory(spec: RunSpec, fullest: Peak) -> None:
     most = spec.cluster.memory_bytes
     if most is None or fullest.bytes <= most:
         return
-    policy, schedule = spec.policies["pipeline"], fullest.plan.domain.schedule
+    policy, schedule = spec.policies["pipeline"], fullest.plan.domain.scheduled
     none = (
         f" No schedule of pipeline={policy.name} fits; {schedule} holds least." if policy.candidates else ""
     )

@@ -11,6 +11,7 @@ ranks that share a level compose it from the same arguments and get the same.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -32,13 +33,8 @@ def _anything(plan: StepPlan) -> None:
     """Admit a plan."""
 
 
-def _always(plan: StepPlan) -> bool:
-    """Say that a plan fits."""
-    return True
-
-
 def _nothing(plan: StepPlan) -> int:
-    """Say that a plan holds nothing."""
+    """Say that a plan fits."""
     return 0
 
 
@@ -47,8 +43,9 @@ class Planner:
     """Plans any step of a run, by a planner of each level.
 
     `frozen` tells the components frozen at a step; `share` says how components share sequences by a cost
-    table. Of a schedule with candidates, the plan of least simulated time is taken among those that `fits`
-    says all ranks of the domain can hold; if there is none, the one whose fullest rank `holds` least bytes.
+    table. `beyond` tells how many bytes the fullest rank of a plan's domain holds beyond what its device
+    can, at most 0 if it fits. Of the candidates of a schedule that fit, that of least simulated time is
+    taken; if none fits, the plan that is least beyond.
     `admit` refuses a plan that breaks no rule, but that whoever plans cannot run.
     """
 
@@ -57,8 +54,7 @@ class Planner:
     domain: DomainPlanner
     frozen: Callable[[int], tuple[str, ...]]
     share: Callable[[CostTable], Mapping[str, Sharing]]
-    fits: Callable[[StepPlan], bool] = _always
-    holds: Callable[[StepPlan], int] = _nothing
+    beyond: Callable[[StepPlan], int] = _nothing
     admit: Callable[[StepPlan], None] = _anything
 
     def with_table(self, table: CostTable) -> "Planner":
@@ -219,16 +215,14 @@ class Planner:
             group.costs.take(mine),
             frozen,
             train,
-            lambda domain: self.fits(plan_of(domain)),
+            lambda domain: self.beyond(plan_of(domain)),
         )
         plans = map(plan_of, candidates)
-        quickest = next(plans)
-        if not (train and self.domain.schedule.candidates) or self.fits(quickest):
-            return quickest
-        seen = [quickest]
+        seen = []
         for plan in plans:
-            if self.fits(plan):
+            more = self.beyond(plan) if train else 0
+            if more <= 0:
                 return plan
-            seen.append(plan)
+            seen.append((more, plan))
         # Where none fits, the one that holds least goes on, and is refused with what it is made of.
-        return min(seen, key=self.holds)
+        return min(seen, key=itemgetter(0))[1]

@@ -38,7 +38,7 @@ from omni.planning.choose import choose
 from omni.planning.clusters import cluster_of
 from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
-from omni.planning.fullest import fits, likely_held, remembering
+from omni.planning.fullest import beyond, remembering
 from omni.planning.group_planner import GroupPlanner
 from omni.planning.layouts import check_layout, check_parts, check_pools, resolve_layout
 from omni.planning.mixture import Mixture, with_positions
@@ -160,6 +160,7 @@ def _resolve(
         feeds=_feeds(llm, encoders, arrangement, tokenizer.vocab_size),
         microbatch_tokens=data.pass_tokens,
         encoder_bytes=config.pipeline.encoder_bytes,
+        rounds=config.pipeline.rounds,
         guarded=cluster.memory_bytes is not None,
         pack_divisor=config.packing.divisor or 1,
         layout_of=layouts_of(encoders, tokenizer.vocab_size),
@@ -172,8 +173,7 @@ def _resolve(
         domain=domain,
         frozen=partial(frozen_at, stages),
         share=share,
-        fits=partial(fits, remembered, table),
-        holds=partial(likely_held, remembered, table),
+        beyond=partial(beyond, remembered, table),
     )
     return RunSpec(
         **vars(workload),

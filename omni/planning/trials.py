@@ -53,8 +53,8 @@ def _simulated(config: Config, keys: Keys, make: Make, begin: tuple[int, int], s
         plans = _first_plans(spec, first + count - 1, cursor)
         lists = (simulate(plan.domain, spec.table, spec.planner.domain.single_queue) for plan in plans)
         total += max(timeline.makespan_ns for timeline in lists)
-        if not all(map(spec.planner.fits, plans)):
-            beyond = max(map(spec.planner.holds, plans)) - (spec.cluster.memory_bytes or 0)
+        beyond = max(0, *map(spec.planner.beyond, plans))
+        if beyond:
             refused = f"does not fit cluster.memory_bytes by {beyond / GIB:.1f} GiB"
             break
         seen, cursor = seen + len(plans[0].taken), plans[0].taken.next_cursor

@@ -267,7 +267,7 @@ class Reporter:
 
     def _say_schedule(self, plan: StepPlan) -> None:
         """Say once which schedule was chosen, where the configuration leaves that to the planner."""
-        chosen, asked = plan.domain.schedule, self.spec.policies["pipeline"].name
+        chosen, asked = plan.domain.scheduled, self.spec.policies["pipeline"].name
         if not self.schedules and chosen != asked:
             self.progress.note(
                 f"pipeline={asked} chose {chosen} for step {plan.step}; it chooses anew for each step"

@@ -2,7 +2,8 @@
 
 Which one that is depends on the step: with a few very long items, encoding before the pipeline balances best;
 with many, filling the pipeline's bubbles does. Where encoders are small and devices have room, ZB-H2 leaves
-hardly a bubble. Where none of these fits, encoders go back in time for what they hold to have room.
+hardly a bubble. Where none of these fits, a step has several rounds (`rounds.py`), so that encoders go back
+in time for what they hold to have room; where that is not enough, they encode just in time.
 """
 
 from pipeline.builders.joint.order import (
@@ -35,5 +36,5 @@ AUTO = SchedulePolicy(
         JOINT_INTERLEAVED,
         INTERLEAVED,
     ),
-    lean=(JOINT, JOINT_INTERLEAVED, ONE_F_ONE_B),
+    lean=(ONE_F_ONE_B,),
 )

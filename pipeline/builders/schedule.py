@@ -70,8 +70,7 @@ class SchedulePolicy(Policy):
     them and keeps what takes the least simulated time. One that encodes all items `at_once`, before any pass
     of the LLM, has those of several microbatches encoded together where that takes less time. One that is
     `deep` holds about twice the activations of 1F1B, and is tried only if what fits is known. Where no
-    candidate fits, those that are `lean` are tried in turn; of these, schedules that place encoder batches
-    under bounds on what encoders hold.
+    candidate fits, in however many rounds (`rounds.py`), those that are `lean` are tried in turn.
     """
 
     group: ClassVar[str] = "omni.schedule"
@@ -89,6 +88,11 @@ class SchedulePolicy(Policy):
     def fills_gaps(self) -> bool:
         """Whether it places encoder batches in the gaps that passes leave."""
         return self.encoder_batches > 0 and not self.uniform
+
+    @property
+    def encodes_ahead(self) -> bool:
+        """Whether it encodes more than the next passes need, so that encoders hold less in several rounds."""
+        return self.at_once or self.encoder_batches > 0
 
     def encoder_batches_for(self, microbatches: int, bounded: bool) -> int:
         """Return how many encoder batches each tp group has in a step of so many microbatches:
@@ -132,12 +136,9 @@ def candidates_of(
     return (tuple(plain) if stages == 1 else ()) or usable
 
 
-def lean_of(policy: SchedulePolicy, parts: int, stages: int) -> tuple[SchedulePolicy, ...]:
-    """Return the schedules to try in turn where none of `candidates_of` fits. With one stage nothing places
-    encoder batches better than just in time.
-    """
-    usable = (each for each in policy.lean if (each.parts is None) == (parts > 1))
-    return tuple(each for each in usable if stages > 1 or not each.encoder_batches)
+def lean_of(policy: SchedulePolicy, parts: int) -> tuple[SchedulePolicy, ...]:
+    """Return the schedules to try in turn where none of `candidates_of` fits in any number of rounds."""
+    return tuple(each for each in policy.lean if (each.parts is None) == (parts > 1))
 
 
 def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:

@@ -225,6 +225,7 @@ def settings_of_planners(draw) -> dict:
             pairing=draw(st.sampled_from(PAIRING)),
         ),
         "single_queue": draw(st.booleans()),
+        "rounds": draw(st.sampled_from([None, None, 2, 3])),
         "group_size": draw(st.sampled_from([1, 2, 3, 32])),
         "budget": budget,
     }

@@ -31,6 +31,7 @@ from omni.planning.choice import (
 )
 from omni.planning.choose import _of_best_size, _packed, _search
 from omni.planning.cut import cut_of
+from omni.planning.fullest import fullest_rank
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 from omni.planning.room import mean_context
@@ -152,7 +153,7 @@ def test_what_a_pass_holds_is_enough_for_the_longest_sample_where_nobody_says():
 def test_the_llm_recomputes_what_fits_and_takes_least():
     def held(recompute, *more):
         made = prepared(f"model.llm.recompute={recompute}", "layout.domain=1", *more, trace=trace_of())
-        return max(map(made.planner.holds, made.planner.all_domains(1, 0)))
+        return fullest_rank(made, made.planner.all_domains(1, 0)).bytes
 
     usual, least = held("selective"), held("full")
     assert least < usual
@@ -175,7 +176,7 @@ def test_weights_are_divided_where_nothing_else_fits():
 
     def held(*more):
         made = prepared(*wide, *more, trace=trace_of())
-        return max(map(made.planner.holds, made.planner.all_domains(1, 0)))
+        return fullest_rank(made, made.planner.all_domains(1, 0)).bytes
 
     whole, divided = held("layout.llm.zero=1"), held("layout.llm.zero=3", "layout.domain=4")
     assert divided < 0.8 * whole
@@ -184,7 +185,7 @@ def test_weights_are_divided_where_nothing_else_fits():
     assert spec.config.layout.llm.zero == spec.arrangement.llm.zero == 3
     assert spec.arrangement.pool > 1
     assert not spec.choice.best.refused
-    assert all(map(spec.planner.fits, spec.planner.all_domains(1, 0)))
+    assert max(map(spec.planner.beyond, spec.planner.all_domains(1, 0))) <= 0
     assert "layout.llm.zero=3" in next(iter(spec.choice.lines()))
     assert reopened(spec.config, 8).layout.llm.zero is None
     assert prepared(*tight, "layout.llm.zero=1", trace=trace_of()).choice.best.refused
@@ -193,9 +194,8 @@ def test_weights_are_divided_where_nothing_else_fits():
 
 
 def test_what_holds_least_is_tried_in_domains_of_any_size(monkeypatch):
-    monkeypatch.setattr("omni.planning.prepare.fits", lambda spec, table, plan: False)
     monkeypatch.setattr(
-        "omni.planning.prepare.likely_held", lambda spec, table, plan: 10**6 // plan.domain.num_ranks
+        "omni.planning.prepare.beyond", lambda spec, table, plan: 10**6 // plan.domain.num_ranks
     )
     keys = (
         "model.llm.recompute=auto",
@@ -402,10 +402,10 @@ def test_the_domains_that_are_simulated_have_the_slowest_among_them():
 
 
 def test_samples_are_cut_to_a_microbatch_where_devices_hold_no_longer_ones(monkeypatch):
-    def fits(spec, table, plan):
-        return max(plan.taken.lengths) <= MICROBATCH
+    def beyond(spec, table, plan):
+        return max(plan.taken.lengths) - MICROBATCH
 
-    monkeypatch.setattr("omni.planning.prepare.fits", fits)
+    monkeypatch.setattr("omni.planning.prepare.beyond", beyond)
     spec = prepared()
     assert spec.config.data.sample_tokens == MICROBATCH
     assert not spec.choice.best.refused
@@ -437,11 +437,11 @@ def test_packs_are_smaller_where_that_fills_a_pipeline():
 
 
 def test_smaller_packs_are_tried_until_they_fit_though_the_next_holds_no_less(monkeypatch):
-    def fits(spec, table, plan):
-        return max(sum(batch.layout.lengths) for batch in plan.domain.microbatches) <= MICROBATCH // 4
+    def beyond(spec, table, plan):
+        most = max(sum(batch.layout.lengths) for batch in plan.domain.microbatches)
+        return 0 if most <= MICROBATCH // 4 else 1 << 40
 
-    monkeypatch.setattr("omni.planning.prepare.fits", fits)
-    monkeypatch.setattr("omni.planning.prepare.likely_held", lambda spec, table, plan: 1 << 40)
+    monkeypatch.setattr("omni.planning.prepare.beyond", beyond)
     trace = [SampleMeta(n, "trace", 7, (), 7) for n in range(24)]
     spec = prepared("layout.domain=1", trace=trace, ranks=1)
     assert spec.config.packing.divisor == 4

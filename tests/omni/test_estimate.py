@@ -14,7 +14,7 @@ from omni.commands import _shared
 from omni.commands._shared import signs_of_life
 from omni.compose import compose_config
 from omni.config import ConfigError
-from omni.planning.fullest import check_memory, check_rank, fits, fullest_rank
+from omni.planning.fullest import beyond, check_memory, check_rank, fullest_rank
 from omni.planning.loads import loads
 from omni.planning.memory import by_kind, model_peak
 from omni.planning.memory_advice import by_component, remedy
@@ -194,9 +194,10 @@ def test_activations_are_told_by_component(spec: RunSpec, plans: list[StepPlan])
 
 def test_a_plan_fits_where_its_fullest_rank_does(spec: RunSpec, plans: list[StepPlan]) -> None:
     most = fullest_rank(spec, plans[:1]).bytes
-    assert fits(on(spec, None), spec.table, plans[0])
-    assert fits(on(spec, most), spec.table, plans[0])
-    assert not fits(on(spec, most - 1), spec.table, plans[0])
+    assert beyond(on(spec, None), spec.table, plans[0]) == 0
+    assert beyond(on(spec, most), spec.table, plans[0]) == 0
+    assert beyond(on(spec, most - 1), spec.table, plans[0]) > 0
+    assert beyond(on(spec, 2 * most), spec.table, plans[0]) < 0
 
 
 def test_the_planner_of_a_rank_refuses_what_that_rank_cannot_hold(

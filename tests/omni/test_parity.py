@@ -21,6 +21,7 @@ from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.choice import POLICIES, SCHEDULE, value_of
+from omni.planning.fullest import fullest_rank
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.rank import inputs
@@ -67,6 +68,16 @@ CASES = {
             *("layout.llm.pp=2", "layout.domain=2", "llm_sp=dynamic", "encoder_sp=dynamic", "pipeline=auto"),
             *("balance=lpt", "pairing=in_order", *CHEAP_LINKS),
         ],
+    ),
+    # Encoded, passed and gone back through round by round.
+    "dp2 pp2 in rounds, shared": (
+        4,
+        ["layout.llm.pp=2", "layout.domain=2", "encoder_sp=dynamic", "pipeline.rounds=2", *CHEAP_LINKS],
+    ),
+    "tp2 pp2 joint in rounds": (4, [*TP2_PP2, "pipeline=joint_zero_bubble_h1", "pipeline.rounds=2"]),
+    "pp2 joint interleaved in rounds": (
+        2,
+        ["layout.llm.pp=2", "layout.llm.parts=2", "pipeline=joint_interleaved", "pipeline.rounds=2"],
     ),
     # Texts of 160 tokens: each passes by itself, 40 tokens on every rank.
     "dp4 samples of eight microbatches": (
@@ -202,6 +213,28 @@ def test_what_is_chosen_again_equals_one_rank(
     expected = reference(ranks, data, tmp_path, [])
     for spec, world in ((four, 4), (two, 2)):
         assert_equal(expected, ranks.run(world, measure, named(spec), world)[0])
+
+
+def test_a_step_that_does_not_fit_at_once_has_rounds_and_equals_one_rank(
+    ranks: RankPool, data: Path, tmp_path: Path
+) -> None:
+    more = ["layout.llm.pp=2", "layout.domain=2", "encoder_sp=dynamic", *CHEAP_LINKS]
+    line = overrides(data, tmp_path / "candidate", *more)
+    ample = prepare_run(compose_config(line), 4)
+    most = fullest_rank(ample, ample.planner.all_domains(1, 0)).bytes
+    spec = prepare_run(compose_config([*line, f"cluster.memory_bytes={most - 1}"]), 4)
+    plan = spec.planner.next_step(1, 0, 0)
+    assert plan.domain.rounds > 1
+    assert spec.planner.beyond(plan) <= 0
+    expected = reference(ranks, data, tmp_path, [])
+    assert_equal(expected, ranks.run(4, measure, spec.config, 4)[0])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "in rounds" in case])
+def test_a_step_of_several_rounds_has_them(data: Path, tmp_path: Path, case: str) -> None:
+    world, more = CASES[case]
+    spec = prepare_run(compose_config(overrides(data, tmp_path, *more)), world)
+    assert spec.planner.next_step(1, 0, 0).domain.rounds == spec.config.pipeline.rounds
 
 
 def test_the_batch_is_uneven(data: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, product
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -37,7 +38,7 @@ from omni.planning.work import collective_group_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import AUTO, ENCODE_FIRST, JOINT, JOINT_UNIFORM, JOINT_ZERO_BUBBLE_H1, ONE_F_ONE_B
-from pipeline.builders.schedule import candidates_of, lean_of
+from pipeline.builders.schedule import candidates_of
 from pipeline.costs import plan_memory, simulate
 from pipeline.domain_plan import DomainPlan, EncoderBatch
 from pipeline.ops import Kind, Op
@@ -350,7 +351,8 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
     refused = []
 
     def taken():
-        return replace(own, fits=lambda plan: plan.domain.schedule not in refused).next_step(1, 0, 0).domain
+        fitting = replace(own, beyond=lambda plan: int(plan.domain.schedule in refused))
+        return fitting.next_step(1, 0, 0).domain
 
     makespans = []
     for _ in candidates_of(AUTO, 1, 4):
@@ -361,19 +363,20 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
     assert makespans == sorted(makespans)
     assert sorted(refused) == sorted(policy.name for policy in candidates_of(AUTO, 1, 4))
     held = {name: 9 - (name == refused[2]) for name in refused}
-    own = replace(own, holds=lambda plan: held[plan.domain.schedule])
-    assert taken().schedule == refused[2], "where none fits, the one that holds least goes on to be refused"
+    own = replace(own, beyond=lambda plan: held.get(plan.domain.schedule, 10))
+    least = own.next_step(1, 0, 0).domain
+    assert least.schedule == refused[2], "where none fits, the one that holds least goes on to be refused"
 
 
 @pytest.mark.parametrize("pp", [1, 3])
-def test_where_no_candidate_fits_auto_has_encoders_hold_less(pp):
+def test_where_no_candidate_fits_a_step_has_as_few_rounds_as_do(pp):
     costs = table(pp)
     eye = replace(costs.parts["eye"], kept_token=100)
     own = planner(
         world=arrange(Layout(pp=pp), {"eye": 1, "ear": 1}, COLOCATED, 0),
         policies=policies_of(LPT, AUTO),
         table=replace(costs, parts={**costs.parts, "eye": eye}),
-        budget=Budget(36, 300, None, "drop"),
+        budget=Budget(36, 1200, None, "drop"),
     )
 
     def held(plan):
@@ -381,14 +384,21 @@ def test_where_no_candidate_fits_auto_has_encoders_hold_less(pp):
         of_eye = replace(plan, domain=replace(plan.domain, bounds=(("eye", 0),)))
         return max(peak.bytes for peak in peaks(of_eye, kept))
 
+    def planned(most):
+        return replace(own, beyond=lambda plan: ceil(held(plan) - most)).next_step(1, 0, 0)
+
     quickest = own.next_step(1, 0, 0)
-    most = 0.8 * held(quickest)
-    fitting = replace(own, fits=lambda plan: held(plan) <= most).next_step(1, 0, 0)
-    assert held(fitting) <= most
-    assert fitting.domain.schedule in {policy.name for policy in lean_of(AUTO, 1, pp)}
-    own.verify(fitting)
-    never = replace(own, fits=lambda plan: False, holds=held).next_step(1, 0, 0)
-    assert held(never) <= held(fitting), "the one that holds least goes on to be refused"
+    assert quickest.domain.rounds == 1
+    fewer, more = planned(0.7 * held(quickest)), planned(0.3 * held(quickest))
+    assert 1 < fewer.domain.rounds < more.domain.rounds
+    for plan, share in ((fewer, 0.7), (more, 0.3)):
+        assert held(plan) <= share * held(quickest)
+        own.verify(plan)
+    just_in_time = replace(own, domain=replace(own.domain, schedule=ONE_F_ONE_B)).next_step(1, 0, 0)
+    takes = [simulate(plan.domain, own.domain.table).makespan_ns for plan in (quickest, fewer, just_in_time)]
+    assert takes == sorted(takes)
+    never = planned(0)
+    assert held(never) <= held(more), "the one that holds least goes on to be refused"
 
 
 def test_auto_holds_twice_the_activations_only_where_it_is_known_what_fits():

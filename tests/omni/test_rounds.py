@@ -1,0 +1,61 @@
+"""Rounds of a step: where they begin, and which are tried for a step that does not fit."""
+
+from dataclasses import replace
+
+import pytest
+from planners import planner, table
+
+from dataloader.global_batch import Budget
+from dataloader.samples import InOrder
+from dataloader.tokens import ItemMeta, SampleMeta
+from omni.planning.rounds import TRIES, rounds_to_try, starts_of
+from parallel.costs import CostTable
+from pipeline.domain_plan import DomainPlan
+
+TOKENS = (40, 40, 80, 0, 160, 160)  # of the items of six microbatches
+
+
+def keeping(each: int) -> CostTable:
+    """What costs are where an encoder keeps so many bytes of a token."""
+    costs = table(1)
+    return replace(costs, parts={**costs.parts, "eye": replace(costs.parts["eye"], kept_token=each)})
+
+
+def step(each: int) -> DomainPlan:
+    """A step of one rank that passes once for each of TOKENS, with one item, or none of no tokens."""
+
+    def meta(source: str, sample: int) -> SampleMeta:
+        items = (ItemMeta("image", TOKENS[sample], 1, 0, ()),) if TOKENS[sample] else ()
+        return SampleMeta(sample, source, 30, items, 0)
+
+    stream, budget = InOrder(len(TOKENS), ("pairs",)), Budget(40, None, len(TOKENS), "error")
+    return planner(metas=meta, stream=stream, budget=budget, table=keeping(each)).next_step(1, 0, 0).domain
+
+
+@pytest.mark.parametrize(
+    "each, rounds, starts",
+    [
+        (1, 1, [0]),
+        (1, 2, [0, 4]),  # 160 and 320 bytes
+        (1, 3, [0, 3, 5]),
+        (1, 99, [0, 1, 2, 3, 4, 5]),
+        (0, 2, [0, 3]),
+    ],
+)
+def test_rounds_keep_about_the_same_bytes_or_have_as_many_microbatches(each, rounds, starts):
+    assert starts_of(step(each), rounds, keeping(each)) == starts
+
+
+@pytest.mark.parametrize(
+    "beyond, tried",
+    [
+        ((1, 1), [(0, 2), (1, 2), (0, 3), (1, 3), (0, 4), (1, 4), (0, 6), (1, 6)]),
+        ((300, 350), [(0, 3), (0, 4), (1, 4), (0, 6), (1, 6)]),  # there is room for 180 and 130 of 480
+        ((300, 480), [(0, 3), (0, 4), (0, 6)]),  # the second would not fit without its encoder
+        ((480, 500), []),
+    ],
+)
+def test_as_many_rounds_are_tried_as_encoders_have_to_have_room(beyond, tried):
+    plan = step(1)
+    assert list(rounds_to_try([(plan, more) for more in beyond], keeping(1))) == tried
+    assert len({rounds for _, rounds in tried}) <= TRIES
