@@ -22,13 +22,20 @@ class Layer(LayerSizes):
     """Layers of such sizes as each of `tp` ranks holds them, with `element` bytes a number.
 
     With `splits_tokens` the ranks divide the tokens between attention and feed-forward as well. Who runs the
-    pass of a part holds what its last layer has put out (`held_output`).
+    pass of a part holds what its last layer has put out (`held_output`). The layers are in so many `blocks`,
+    whose first ones take in what others keep, too.
     """
 
     tp: int
     splits_tokens: bool
     element: int
     held_output: bool = False
+    blocks: int = 1
+
+    @property
+    def divided_inputs(self) -> int:
+        """How many of them keep a part of their inputs on each rank (`divided_inputs.py`)."""
+        return max(0, self.layers - self.blocks) if self.divides_inputs(self.tp, self.splits_tokens) else 0
 
     @property
     def head_dim(self) -> int:

@@ -58,6 +58,12 @@ class LayerSizes:
     output_gate: bool = False
     lora: Lora | None = None
 
+    def divides_inputs(self, tp: int, splits_tokens: bool = False) -> bool:
+        """Whether `tp` ranks divide what layers take in until they are computed anew: where each takes in all
+        tokens, and their numbers divide by the ranks.
+        """
+        return tp > 1 and self.recompute == "full" and not splits_tokens and self.hidden % tp == 0
+
 
 @dataclass
 class TransformerEncoderConfig:

@@ -53,9 +53,11 @@ class Stack(Layer):
     """Layers and what their passes take."""
 
     @classmethod
-    def of(cls, sizes: LayerSizes, element: int, tp: int = 1, splits_tokens: bool = False) -> "Stack":
-        """Layers of these sizes on one of `tp` ranks."""
-        return cls(**vars(sizes), element=element, tp=tp, splits_tokens=splits_tokens)
+    def of(
+        cls, sizes: LayerSizes, element: int, tp: int = 1, splits_tokens: bool = False, blocks: int = 1
+    ) -> "Stack":
+        """Layers of these sizes in so many blocks on one of `tp` ranks."""
+        return cls(**vars(sizes), element=element, tp=tp, splits_tokens=splits_tokens, blocks=blocks)
 
     def forward(self, load: Load) -> Work:
         """The sum of a divided linear needs a tensor of all tokens before it is scattered."""
@@ -68,6 +70,7 @@ class Stack(Layer):
         made = alone if self.recompute == "full" else self.made(load)
         kept = made.now
         last = 0 if self.keeps_stream(load) else self.stream(load.tokens)
+        elsewhere = self.elsewhere(load)
         return Work(
             flops=of_linears + of_adapters + self.attention_flops(load),
             frozen_flops=of_linears if self.lora is not None else 0,
@@ -77,8 +80,8 @@ class Stack(Layer):
                 *self.of_norms(load),
                 *self.exchanges(load, forward=True),
             ),
-            kept=self.layers * kept + last,
-            workspace=made.most - kept,
+            kept=self.layers * kept + last - self.divided_inputs * elsewhere,
+            workspace=made.most - kept + elsewhere,
             passing=self.stream(load.tokens) * (1 + (self.layers > 1)) + alone.most,
             launches=self.layers,
         )
@@ -138,7 +141,10 @@ class Stack(Layer):
         if grad is Grad.WEIGHT or self.recompute == "none":
             return Work()
         if self.recompute == "full":
-            return self.forward(load)
+            again = self.forward(load)
+            shard = self.stream(load.tokens) - self.elsewhere(load)
+            inputs = all_gather("tp", shard, self.tp, self.divided_inputs)
+            return replace(again, collectives=merged((*again.collectives, *inputs)))
         if self.delta is not None:
             return Work()  # its rule is made anew whatever is kept of the rest
         collectives = (*self.of_norms(load), *self.exchanges(load, forward=True))
@@ -235,6 +241,11 @@ class Stack(Layer):
         gone = self.latent.put_off(tokens, self.between(tokens), self.tp, self.element)
         return [WeightGradient(largest, gone)]
 
+    def elsewhere(self, load: Load) -> int:
+        """Bytes of a layer's input that other ranks keep, if it is divided."""
+        stream = self.stream(load.tokens)
+        return stream - stream // self.tp if self.divided_inputs else 0
+
     def layer_kept(self, load: Load) -> int:
         """Bytes that a layer keeps for its backward, its output included and its input not."""
         return self.made(load, graph=self.recompute != "full").now
@@ -267,7 +278,7 @@ class Stack(Layer):
             return start
         again = self.keeping.made(load)
         output = 0 if self.keeping.keeps_stream(load) else self.stream(load.tokens)
-        return max(start + again.now + output, again.most)
+        return max(start + again.now + output, again.most) + self.elsewhere(load)
 
 
 class Layers(Protocol):

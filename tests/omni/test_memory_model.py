@@ -143,6 +143,14 @@ CAUSES = {
             *("+layout.encoders.image.tp=2", "model.encoders.image.recompute=full"),
         ],
     ),
+    "ranks that take in the same keep a part of it each until a layer is computed anew": (
+        4,
+        [0, 3],
+        [
+            *(*WIDE_IMAGE, "model.encoders.image.recompute=full", "model.encoders.image.layers=6"),
+            *("model.encoders.image.heads=4", "+layout.encoders.image.tp=4", "layout.llm.pp=4"),
+        ],
+    ),
     "adapters of a step in which their model is frozen": (1, [0], [LORA, *WIDE, FROZEN.replace("9", "2")]),
     "a rank with both ends has one embedding": (
         1,

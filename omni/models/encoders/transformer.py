@@ -94,7 +94,7 @@ class TransformerEncoder(ABC):
         tail = (FinalNorm(c.hidden, c.norm), Projector(c.hidden, self.row_tokens, width, element, tp))
         return EncoderPart(
             stem=self.stem_work(element),
-            stack=Stack.of(self.layers(), element, tp),
+            stack=Stack.of(self.layers(), element, tp, blocks=1 + len(c.taps)),
             tail=tail * (1 + len(c.taps)),
             width=width,
             token_bytes=value_bytes(self.values, self.axes),

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from omni.models.adapter_modules import adapt
 from omni.models.adapters import Lora
 from omni.models.attention import PackedCoreAttention
+from omni.models.divided_inputs import divide_inputs
 from omni.models.layer_sizes import LayerSizes, TransformerEncoderConfig, transformer_layers
 from omni.models.layers import layer_submodules, transformer_config
 from ops.norm import Norm
@@ -66,6 +67,9 @@ class TransformerModule(torch.nn.Module):
             )
             for start, stop in pairwise([0, *config.taps, config.layers])
         ]
+        if sizes.divides_inputs(groups.tp.size()):
+            for block in blocks:
+                divide_inputs(block, groups.tp)
         self.block, self.tapped = blocks[0], torch.nn.ModuleList(blocks[1:])
         normed = self.merged if norms_rows else config.hidden
         self.final_norm = Norm(self.config, config.hidden, sizes.norm_eps)
