@@ -5,8 +5,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 
+import composing
 import pytest
 from ranks import RankPool
+
+composing.remember()
 
 
 @pytest.fixture(scope="session")

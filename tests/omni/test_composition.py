@@ -1,6 +1,8 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import composing
 import pytest
 from omegaconf import OmegaConf
 
@@ -14,6 +16,12 @@ FOLDER = Path(hydra_conf.__file__).parent
 OPTIONS = sorted(
     str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.rglob("*.yaml") if path.parent != FOLDER
 )
+
+
+@pytest.fixture(autouse=True)
+def as_hydra_does() -> Iterator[None]:
+    with composing.nothing_kept():
+        yield
 
 
 def refusal(*overrides: str) -> str:
@@ -274,3 +282,36 @@ def test_a_run_that_was_saved_with_a_key_of_before_is_read(tmp_path, old, new):
     values[section][key] = "mine"
     OmegaConf.save(values, tmp_path / "config.yaml")
     assert OmegaConf.select(OmegaConf.structured(load_config(tmp_path / "config.yaml")), new) == "mine"
+
+
+KEPT = (
+    ["run.dir=one"],
+    ["run.dir=one", "layout=pp2", "train.steps=7", "train.steps=8", "data.sources=null"],
+    ["run.dir=two", "layout=pp2", "model={llm: {layers: 3}}", "+data.sources.a.path=x"],
+    ["~experiment", "run.dir=two", "system=megatron", "model=tiny"],
+    ["run.dir=one", "layout=pp2", "train.stepz=7"],
+    ["run.dir=one", "layout=mine"],
+    ["run.dir=one", "+optim.components=[1"],
+)
+
+
+def composed(overrides: list[str], folder: str | None = None) -> Config | str:
+    try:
+        return compose_config(overrides, folder)
+    except ConfigError as error:
+        return str(error)
+
+
+def test_what_tests_keep_of_a_composition_changes_nothing(tmp_path):
+    (tmp_path / "layout").mkdir()
+    (tmp_path / "layout" / "mine.yaml").write_text("llm: {pp: 4}")
+    lines = [(line, folder) for folder in (None, str(tmp_path)) for line in KEPT]
+    expected = [composed(*line) for line in lines]
+    assert any(isinstance(one, str) for one in expected)
+    composing.remember()
+    for _ in range(2):
+        assert [composed(*line) for line in lines] == expected
+    changed = compose_config(KEPT[0])
+    changed.model.llm.layers += 1
+    changed.data.sources.clear()
+    assert composed(KEPT[0]) == expected[0], "each has a copy"
