@@ -18,10 +18,12 @@ EACH = 200
 
 @pytest.mark.parametrize("schedule", BUILDERS)
 def test_what_a_schedule_makes_of_random_domains_is_accepted(schedule):
-    """With a queue for each communicator, and reordered for one queue a rank."""
+    """With a queue for each communicator; every second one also reordered for one queue a rank."""
     for number in range(EACH):
         plan, costs = random_domain(Random(f"{schedule}/{number}"), BUILDERS[schedule])
         assert list(violations(plan, one)) == [], number
+        if number % 2:
+            continue
         ordered = for_one_queue(plan, costs)
         assert list(violations(ordered, one, single_fifo=True)) == [], number
         for before, after in zip(plan.domain.ops, ordered.domain.ops, strict=True):

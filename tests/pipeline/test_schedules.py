@@ -42,8 +42,8 @@ def of_kind(domain: DomainPlan, rank: int, kind: Kind) -> list[int]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", range(1, 6))
 def test_every_schedule_keeps_all_rules(stages, schedule):
-    for microbatches in range(10):
-        for seed in range(12):
+    for microbatches in (0, 1, 2, 3, 4, 6, 9):
+        for seed in range(8):
             random = Random(f"{seed}/{microbatches}")
             shape = Shape(stages) if seed % 4 == 0 else random_shape(random, stages)
             work = random_work(random, shape, microbatches)
