@@ -38,8 +38,8 @@ LAYOUTS = {
     "tied": (2, [FROZEN, "model.llm.tied=true"]),
     "weights later": (4, ["layout.llm.pp=2", "pipeline=zero_bubble_h1"]),
     "weights later, recomputed, tp2": (
-        8,
-        ["layout.llm.pp=2", "layout.llm.tp=2", "pipeline=zero_bubble_h1", "model.llm.recompute=full"],
+        4,
+        ["layout.llm.tp=2", "pipeline=zero_bubble_h1", "model.llm.recompute=full"],
     ),
     "one queue": (4, ["layout.llm.tp=2", "layout.domain=2", "cluster.queues=one"]),
     "carried": (4, ["layout.llm.pp=2", "cluster.queues=one"]),

@@ -79,11 +79,16 @@ def measured(rank: int, config: Config, world: int) -> tuple[Measurement | None,
     return measurement, sent[0]
 
 
+_all_stays: dict[Case, list[tuple[Measurement | None, int]]] = {}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_the_same_to_the_bit(ranks: RankPool, folder: Path, name: str) -> None:
     count, case = CASES[name]
     config = configure(case, folder)
-    stay, go = (ranks.run(case.world, measured, offloaded(config, n), case.world) for n in (0, count))
+    if case not in _all_stays:
+        _all_stays[case] = ranks.run(case.world, measured, offloaded(config, 0), case.world)
+    stay, go = _all_stays[case], ranks.run(case.world, measured, offloaded(config, count), case.world)
     assert [sent for _, sent in stay] == [0] * case.world
     assert all(sent and sent % count == 0 for _, sent in go)
     (reference, _), (candidate, _) = stay[0], go[0]
