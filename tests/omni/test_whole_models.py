@@ -155,6 +155,8 @@ def test_logits_with_pictures_are_those_of_transformers(ranks: RankPool, referee
 
 @pytest.mark.slow  # it starts a run
 def test_the_command_holds_with_pictures(referee: Referee, tmp_path: Path, capsys) -> None:
+    if referee.name != "Qwen3.5":
+        pytest.skip("what families differ in, first losses and gradients say: of the command one is run")
     *keys, _ = line(referee.folder, referee.data, tmp_path)  # it has a run folder of its own
     assert main(["parity", "--against", str(referee.folder), *keys, "launch.ranks=2", "layout.llm.pp=2"]) == 0
     assert "parity holds" in capsys.readouterr().out
@@ -450,8 +452,8 @@ def _loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
 def test_steps_lose_what_plain_torch_loses_and_the_folder_comes_back(
     referee: Referee, layout: str, tmp_path: Path
 ) -> None:
-    if layout != "one" and referee.name != "Qwen3-VL":
-        pytest.skip("one layout of several ranks is run, of Qwen3-VL")
+    if (layout == "one") == (referee.name == "Qwen3-VL"):
+        pytest.skip("Qwen3-VL is run on several ranks, and each other one on one")
     found = tuned(referee, layout, tmp_path)
     assert found.holds, found
 
