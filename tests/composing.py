@@ -5,7 +5,8 @@ the same files again: which of them the choices of a command line stand for, and
 Both are kept here by the choices, with a copy for each caller; so are single overrides as they are parsed.
 Values are set, checked and made a configuration as ever.
 
-Commands and ranks run in processes of their own, where nothing is kept. Files of a user are read each time.
+Commands and ranks run in processes of their own, where nothing is kept. Files of a user and what a run saved
+are read each time.
 """
 
 import pickle
@@ -76,7 +77,8 @@ def _names(stored: dict[str, Any]) -> Iterator[str]:
 def _defaults_list(repo: Any, overrides_list: list[Override], **how: Any) -> DefaultsList:
     create = AS_HYDRA_DOES[config_loader_impl, "create_defaults_list"]
     sources = tuple((source.provider, source.scheme(), source.path) for source in repo.get_sources())
-    if "hydra.searchpath" in {override.get_key_element() for override in overrides_list}:
+    of_user = "hydra.searchpath" in {override.get_key_element() for override in overrides_list}
+    if of_user or how["config_name"] != "config":  # any other is what a run saved
         return create(repo=repo, overrides_list=overrides_list, **how)
     known = (*sources, *_names(ConfigStore.instance().repo))
     choices, values = [], []

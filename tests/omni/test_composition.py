@@ -5,10 +5,12 @@ from pathlib import Path
 import composing
 import pytest
 from omegaconf import OmegaConf
+from small import with_values
 
 import hydra_conf
 from omni.commands._quickstart_chat import CONFIG
 from omni.compose import compose_config, load_config
+from omni.compose_saved import compose_saved
 from omni.config import RENAMED, RENAMED_OPTIONS, Config, ConfigError
 from omni.open_models.draw import draw_folder
 
@@ -311,6 +313,8 @@ def test_what_tests_keep_of_a_composition_changes_nothing(tmp_path):
     composing.remember()
     for _ in range(2):
         assert [composed(*line) for line in lines] == expected
+    for saved in (one for one in expected if isinstance(one, Config)):
+        assert compose_saved(saved, ["train.seed=3"])[0] == with_values(saved, {"train.seed": 3})
     changed = compose_config(KEPT[0])
     changed.model.llm.layers += 1
     changed.data.sources.clear()
