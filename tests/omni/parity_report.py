@@ -238,7 +238,7 @@ PAGE = """\
 
 One model on one batch, under every combination of layouts: loss, norms, every gradient and the weights after
 {steps} steps equal those of one rank in fp32. `make parity` runs all of this page and writes it; `make test`
-runs the covering array; `omni parity` compares any two configurations.
+and `make test-slow` run the covering array; `omni parity` compares any two configurations.
 
 ## What is compared
 

@@ -1,7 +1,8 @@
 """The parity matrix: that its cases are the right ones, and that each of them equals one rank."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -13,6 +14,7 @@ from parity_matrix import (
     FURTHER_AXES,
     LAYOUT_AXES,
     MOST_RANKS,
+    REQUIRED,
     Case,
     covering_array,
     full_list,
@@ -33,6 +35,21 @@ from pipeline.domain_plan import DomainPlan
 from pipeline.plan import StepPlan
 
 CASES = {case.name: case for case in listed()}
+
+
+def shorter() -> Iterator[str]:
+    """Name the cases on the fewest ranks among which each value of each axis occurs three times, and those
+    that are required. What two values do together only the whole array says, with the longer cases.
+    """
+    seen = Counter[tuple[str, object]]()
+    for case in dict.fromkeys((*REQUIRED, *sorted(listed(), key=lambda case: case.world))):
+        values = [(axis, getattr(case, axis)) for axis in AXES]
+        if case in REQUIRED or any(seen[value] < 3 for value in values):
+            seen.update(values)
+            yield case.name
+
+
+LONGER = CASES.keys() - set(shorter())
 # As a GPU runs them: all communication of a rank in one queue. Of the full list's cases with several stages,
 # the first for each reason why ops of several ranks belong together.
 REASONS: tuple[Callable[[Case], bool], ...] = (
@@ -96,7 +113,10 @@ def assert_equals_one_rank(ranks: RankPool, folder: Path, case: Case, single_que
     assert found.weights.relative <= WEIGHT_TOLERANCE, found.weights
 
 
-@pytest.mark.parametrize("name", CASES | BEYOND_PAIRS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONGER)) for name in CASES | BEYOND_PAIRS],
+)
 def test_case_equals_one_rank(ranks: RankPool, folder: Path, name: str) -> None:
     assert_equals_one_rank(ranks, folder, (CASES | BEYOND_PAIRS)[name])
 
