@@ -39,13 +39,14 @@ HEADS = ["model.llm.head_dim=24", "model.llm.qk_norm=true"]
 GATES = ["model.llm.gated=false", "+model.encoders.image.gated=true"]
 CHEAP_LINKS = ["cluster.node_link_latency_ns=0", "cluster.node_link_bytes_per_s=1000000000000"]
 CASES = {
-    "tp2 pp2 untied, qkv bias": (4, [*TP2_PP2, "model.llm.tied=false", "model.llm.qkv_bias=true"]),
-    "tp2 pp2 selective": (4, [*TP2_PP2, *SELECTIVE]),
-    "tp2 pp2 heads and norms": (4, [*TP2_PP2, *HEADS]),
+    "tp2 pp2 untied, qkv bias, larger vocabulary": (
+        4,
+        [*TP2_PP2, "model.llm.tied=false", "model.llm.qkv_bias=true", "model.llm.vocab=301"],
+    ),
+    "tp2 pp2 selective, heads and norms": (4, [*TP2_PP2, *SELECTIVE, *HEADS]),
     "cp2 tp2 heads and norms, no gates": (4, ["layout.llm.cp=2", "layout.llm.tp=2", *HEADS, *GATES]),
     "tp2 enc tp2 layernorm": (2, ["layout.llm.tp=2", "+layout.encoders.image.tp=2", *LAYERNORM]),
     "tp2 loss in chunks": (2, ["layout.llm.tp=2", "model.llm.loss_chunk=16"]),
-    "tp2 pp2 larger vocabulary": (4, [*TP2_PP2, "model.llm.vocab=301"]),
     "dp3 in turn": (3, ["balance=none"]),
     "pp2 entrain": (
         2,
