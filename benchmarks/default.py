@@ -1,13 +1,13 @@
 """What a run gets that names no policy, beside policies chosen by hand, on whole samples. Simulated.
 
     python benchmarks/default.py [--layout dp,tp2_pp4,tp8_pp4] [--trace longtail,…] [--ranks 64]
-        [--samples 16] [--seeds 0] [--sets multiplexed,…] [--domains N] [--jobs 1] [--quick]
+        [--samples 16] [--seeds 0] [--sets multiplexed,…] [--domains N] [--fits] [--jobs 1] [--quick]
 
 Three layouts on `cluster=h100`, 16 samples a rank of up to 131,072 tokens, none of which is cut: Llama 3 8B
 with a ViT-H on data parallelism alone and over tp 2, pp 4; Llama 3 70B with a ViT of 2.4 B over tp 8, pp 4.
-GPUs are taken to hold anything: 8 B do not fit one, and at 64 ranks the 70B has two replicas, whose samples
-of 131,072 tokens take microbatches that none holds. The ViT takes images, videos and recordings alike. Traces
-are `balanced`, `longtail`, and of `shift` the step before its jump and the one after it.
+GPUs are taken to hold anything: 8 B do not fit one. With `--fits` they hold what they do, and the LLM
+recomputes as little as lets it fit; what is recomputed is work. The ViT takes images, videos and recordings
+alike. Traces are `balanced`, `longtail`, and of `shift` the step before its jump and the one after it.
 
 The figure is the slowest domain's step over all work of all domains / all ranks, as in `whole_step.py`;
 reducing gradients, the same under any policy, is left out. `bound` is the best possible step of the same
@@ -96,8 +96,8 @@ def row(asked: argparse.Namespace, setting: tuple[str, str, int, str]) -> Row | 
     keys, count = BY_HAND.get(name, ("system=omni",)), asked.samples * asked.ranks
     own = [
         *LAYOUTS[layout], *keys, f"launch.ranks={asked.ranks}", "data.step_tokens=null",
-        f"data.step_samples={count}", "data.on_long=truncate", f"cluster.memory_bytes={ANYTHING}",
-        "+data.sources.trace.path=none",
+        f"data.step_samples={count}", "data.on_long=truncate", "+data.sources.trace.path=none",
+        "model.llm.recompute=auto" if asked.fits else f"cluster.memory_bytes={ANYTHING}",
     ]  # fmt: skip
     begin = time.process_time()
     try:
@@ -159,6 +159,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of a rank")
     parser.add_argument("--domains", type=int, help="plan only so many of them")
+    parser.add_argument("--fits", action="store_true", help="on GPUs that hold what they do")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each a set")
     parser.add_argument("--quick", action="store_true", help="longtail, multiplexed and one set by hand")
     asked = parser.parse_args()

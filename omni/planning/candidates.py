@@ -8,7 +8,7 @@ quicker.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from operator import itemgetter
 
 from parallel.costs import CostTable
 from pipeline.builders.one_queue.moves import moves_of, queue_ns
@@ -28,20 +28,21 @@ def quickest_first(
     single_queue: bool,
 ) -> Iterator[DomainPlan]:
     """Yield plans that are not `beyond` what devices hold, in bytes, in the order of their simulated times;
-    then plans that are `leaner`, and those that do not fit, all with the lists that `queued` makes of them.
-    The quickest candidate that fits is planned `in_other_orders`, too: it is given by its number. So are
-    candidates that do not fit, quicker ones first, with the bytes they are beyond, to make leaner ones of.
+    then `leaner` plans that are not, and of those that are the one that is least, all with the lists that
+    `queued` makes of them. The quickest candidate that fits is planned `in_other_orders`, too: it is given by
+    its number. So are candidates that do not fit, quicker ones first, with the bytes that they are beyond, to
+    make leaner ones of.
     """
     runs = [run_freely(each, *plan_costs(each, table)) for each in planned]
     queue = [(free.makespan_ns, at, False, free.domain) for at, free in enumerate(runs)]
     heapify(queue)
-    others, refused = [], []
+    others, refused = list[tuple[int, DomainPlan]](), list[tuple[int, int]]()
     while queue:
         _, at, is_made, made = heappop(queue)
         if is_made:
             yield made
         elif (more := beyond(made)) > 0:
-            others.append(made)
+            others.append((more, made))
             if at < len(planned):
                 refused.append((at, more))
         else:
@@ -51,7 +52,13 @@ def quickest_first(
                     heappush(queue, (runs[other].makespan_ns, other, False, runs[other].domain))
             ns, made = _queued(runs[at], table, single_queue)
             heappush(queue, (ns, at, True, made))
-    yield from map(queued, chain(leaner(refused), others))
+    for made in leaner(refused):
+        if (more := beyond(made)) > 0:
+            others.append((more, made))
+        else:
+            yield queued(made)
+    if others:
+        yield queued(min(others, key=itemgetter(0))[1])
 
 
 def _queued(free: Timeline, table: CostTable, single_queue: bool) -> tuple[int, DomainPlan]:
