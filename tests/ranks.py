@@ -6,6 +6,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
@@ -63,7 +64,8 @@ class RankPool:
         chosen = self.workers[:world]
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(chosen):
-                pipe.send((rank, world, str(Path(folder) / "store"), function, args))
+                with suppress(ConnectionError):  # it has ended: no answer comes
+                    pipe.send((rank, world, str(Path(folder) / "store"), function, args))
             answers = [self._answer(pipe) for _, pipe in chosen]
         problems = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if problems:
@@ -99,7 +101,7 @@ class RankPool:
             return False, f"no answer in {TIMEOUT_S} s"
         try:
             return pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return False, "the process ended"
 
     def close(self) -> None:
