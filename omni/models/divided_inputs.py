@@ -9,15 +9,13 @@ The first layer of a block keeps its input whole, since what is in front of it d
 this takes (`stack.py`).
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from omni.models.anew import follow_inputs
 from parallel.megatron import TransformerBlock
 
 
@@ -74,21 +72,4 @@ def divide_inputs(block: TransformerBlock, group: dist.ProcessGroup) -> None:
     which takes in the same numbers, as many as divide by its size.
     """
     dividing = _Dividing(group)
-    for number, layer in enumerate(block.layers):
-        layer.register_forward_pre_hook(partial(_come, dividing, number), with_kwargs=True)
-    # By a weak reference: a block that held itself would outlive the run.
-    block._checkpointed_forward = partial(_checkpointed_forward, dividing, weakref.ref(block))
-
-
-def _checkpointed_forward(
-    dividing: _Dividing, block: "weakref.ref[TransformerBlock]", *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    own = block()
-    assert own is not None
-    with dividing.passing():
-        output: torch.Tensor = TransformerBlock._checkpointed_forward(own, *args, **kwargs)
-    return output
-
-
-def _come(dividing: _Dividing, number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    dividing.comes(number, kwargs["hidden_states"])
+    follow_inputs(block, dividing.comes, dividing.passing)

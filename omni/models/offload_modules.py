@@ -20,14 +20,13 @@ lets go of it with the graph. On a CPU the same code makes plain copies.
 The statement of what this takes is `offloading.py`.
 """
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 
+from omni.models.anew import follow_inputs
 from parallel.megatron import TransformerBlock
 
 BLOCK = 1 << 26  # bytes of pinned memory: so large that a copy takes a millisecond
@@ -120,29 +119,12 @@ def offload_layers(block: TransformerBlock, count: int, copies: torch.cuda.Strea
     stream of copies; None on a CPU. To be called before other hooks change what layers take in.
     """
     offload = Offload(count, copies)
-    for number, layer in enumerate(block.layers):
-        layer.register_forward_pre_hook(partial(_come, offload, number), with_kwargs=True)
-    # By a weak reference: a block that held itself would outlive the run.
-    block._checkpointed_forward = partial(_checkpointed_forward, offload, weakref.ref(block))
+    follow_inputs(block, offload.comes, offload.passing)
 
 
 def host_buffer(like: torch.Tensor) -> torch.Tensor:
     """Memory of the host for a tensor of the device."""
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-
-
-def _checkpointed_forward(
-    offload: Offload, block: "weakref.ref[TransformerBlock]", *args: Any, **kwargs: Any
-) -> torch.Tensor:
-    own = block()
-    assert own is not None
-    with offload.passing():
-        output: torch.Tensor = TransformerBlock._checkpointed_forward(own, *args, **kwargs)
-    return output
-
-
-def _come(offload: Offload, number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    offload.comes(number, kwargs["hidden_states"])
 
 
 def _unpack(copies: torch.cuda.Stream | None, packed: "_Input | torch.Tensor") -> torch.Tensor:

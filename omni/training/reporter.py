@@ -266,12 +266,16 @@ class Reporter:
                 self.progress.note(f"the timeline of step {step} is not tracked: {error}")
 
     def _say_schedule(self, plan: StepPlan) -> None:
-        """Say once which schedule was chosen, where the configuration leaves that to the planner."""
+        """Say once which schedule was chosen, where the configuration leaves that to the planner; and once
+        for each number of rounds that a step does not fit at once.
+        """
         chosen, asked = plan.domain.scheduled, self.spec.policies["pipeline"].name
-        if not self.schedules and chosen != asked:
+        if not self.schedules and plan.domain.schedule != asked:
             self.progress.note(
                 f"pipeline={asked} chose {chosen} for step {plan.step}; it chooses anew for each step"
             )
+        elif plan.domain.rounds > 1 and chosen not in self.schedules and not self.spec.config.pipeline.rounds:
+            self.progress.note(f"step {plan.step} does not fit cluster.memory_bytes at once: {chosen}")
         self.schedules[chosen] += 1
 
     def _say_left_out(self, taken: Taken, metrics: Mapping[str, float]) -> None:

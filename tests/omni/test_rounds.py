@@ -1,6 +1,9 @@
 """Rounds of a step: where they begin, and which are tried for a step that does not fit."""
 
+from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from planners import planner, table
@@ -9,6 +12,7 @@ from dataloader.global_batch import Budget
 from dataloader.samples import InOrder
 from dataloader.tokens import ItemMeta, SampleMeta
 from omni.planning.rounds import TRIES, rounds_to_try, starts_of
+from omni.training.reporter import Reporter
 from parallel.costs import CostTable
 from pipeline.domain_plan import DomainPlan
 
@@ -59,3 +63,23 @@ def test_as_many_rounds_are_tried_as_encoders_have_to_have_room(beyond, tried):
     plan = step(1)
     assert list(rounds_to_try([(plan, more) for more in beyond], keeping(1))) == tried
     assert len({rounds for _, rounds in tried}) <= TRIES
+
+
+@pytest.mark.parametrize(
+    "asked, said", [(None, ["step 2 does not fit cluster.memory_bytes at once"]), (3, [])]
+)
+def test_that_a_later_step_does_not_fit_at_once_is_said_once(asked, said):
+    notes: list[str] = []
+    reporter: Any = SimpleNamespace(
+        spec=SimpleNamespace(
+            policies={"pipeline": SimpleNamespace(name="encode_first")},
+            config=SimpleNamespace(pipeline=SimpleNamespace(rounds=asked)),
+        ),
+        progress=SimpleNamespace(note=notes.append),
+        schedules=Counter[str](),
+    )
+    for number, rounds in enumerate((1, 3, 3, 1, 3), start=1):
+        domain = replace(step(1), rounds=rounds)
+        Reporter._say_schedule(reporter, SimpleNamespace(step=number, domain=domain))
+    assert notes == [f"{of}: encode_first in 3 rounds" for of in said]
+    assert reporter.schedules == {"encode_first": 2, "encode_first in 3 rounds": 3}
