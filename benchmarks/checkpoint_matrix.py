@@ -37,7 +37,7 @@ MOE = "model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_layers
 DENSE = {
     "tp2 dp2": ["layout.llm.tp=2", "+layout.encoders.image.tp=2"],
     "pp2 tp2": ["layout.llm.pp=2", "layout.llm.tp=2", "+layout.encoders.image.tp=2"],
-    "interleaved pp2·parts2": ["layout.llm.pp=2", "layout.llm.parts=2", "pipeline.policy=interleaved"],
+    "interleaved pp2·vpp2": ["layout.llm.pp=2", "layout.llm.vpp=2", "pipeline.policy=interleaved"],
     "disaggregated 2+2": ["placement=disaggregated", "placement.ranks=2", "layout.llm.pp=2"],
     "dynamic pools dp4": ["layout.domain=4", "llm_sp=dynamic", "encoder_sp=dynamic"],
     "cp2 dp2": ["layout.llm.cp=2"],
@@ -48,7 +48,7 @@ EXPERTS = {
     "tp2 ep4": [MOE, "layout.llm.tp=2", "layout.llm.ep=4", "+layout.encoders.image.tp=2"],
     "pp2 ep2": [MOE, "layout.llm.pp=2", "layout.llm.ep=2", "layout.domain=2"],
 }
-QUICK = ("tp2 dp2", "interleaved pp2·parts2")
+QUICK = ("tp2 dp2", "interleaved pp2·vpp2")
 
 
 def write_images(path: Path) -> None:

@@ -76,7 +76,7 @@ def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
     schedule = rng.choice(policies["pipeline"])
     parts = rng.choice((2, 2, 3)) if "interleaved" in schedule or schedule == "auto" else 1
     keys = [f"layout.llm.{axis}={size}" for axis, size in zip(("tp", "cp", "pp", "dp"), sizes, strict=True)]
-    keys += [f"layout.llm.parts={parts}", f"pipeline.policy={schedule}", f"placement.policy={placement}"]
+    keys += [f"layout.llm.vpp={parts}", f"pipeline.policy={schedule}", f"placement.policy={placement}"]
     keys += [f"placement.ranks={beside}", f"cluster.ranks_per_node={rng.choice((2, 8))}"]
     keys += [f"layout.domain={rng.choice([size for size in range(1, dp + 1) if dp % size == 0])}"]
     keys += [f"{section}.policy={rng.choice(policies[section])}" for section in SECTIONS]

@@ -102,7 +102,7 @@ def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
         how.append(f"layout.llm.ep={rng.choice([ep for ep in (1, 2, 4) if tp * cp * dp % ep == 0])}")
     schedule = rng.choice(policies["pipeline"])
     parts = 2 if 2 * pp <= LAYERS and ("interleaved" in schedule or schedule == "auto") else 1
-    how += [f"pipeline.policy={schedule}", f"layout.llm.parts={parts}"]
+    how += [f"pipeline.policy={schedule}", f"layout.llm.vpp={parts}"]
     how += [f"{section}.policy={rng.choice(policies[section])}" for section in SECTIONS]
     if "packing.policy=entrain" in how and rng.random() < 0.9:
         how = [*(key for key in how if not key.startswith("pairing")), "pairing.policy=in_order"]

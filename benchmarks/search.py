@@ -55,7 +55,7 @@ _COMMON = (
     "+data.sources.trace.path=none", "data.on_long=truncate", "data.microbatch_tokens=null",
 )  # fmt: skip
 _SMALL = (
-    "model=llama3_1b_so400m", "data.step_tokens=262144", "data.sample_tokens=8192", "layout.llm.parts=1",
+    "model=llama3_1b_so400m", "data.step_tokens=262144", "data.sample_tokens=8192", "layout.llm.vpp=1",
     "layout.llm.zero=1",
     "balance=two_constraint", "pairing=alike", "model.encoders.image.recompute=none",
     "+layout.encoders.image.tp=1",

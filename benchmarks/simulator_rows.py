@@ -150,7 +150,7 @@ class Row:
             f"train.precision={values['precision']}",
             f"launch.ranks={self['gpus']}",
             *(f"layout.llm.{axis}={values[axis]}" for axis in ("tp", "pp", "cp", "ep")),
-            f"layout.llm.parts={values['vpp']}",
+            f"layout.llm.vpp={values['vpp']}",
             f"pipeline={'interleaved' if self['vpp'] > 1 else 'encode_first'}",
             f"data.microbatch_tokens={tokens}",
             f"data.step_samples={self['dp'] * self['mbs'] * count}",

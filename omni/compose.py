@@ -111,9 +111,11 @@ def _convert(saved: DictConfig) -> None:
     if "deal" not in saved:
         saved["deal"] = {"policy": "by_length"}
     for old, new in RENAMED.items():
-        section, _, key = old.partition(".")
-        if key in (saved.get(section) or {}):
-            OmegaConf.update(saved, new, saved[section].pop(key))
+        section, _, key = old.rpartition(".")
+        held = OmegaConf.select(saved, section.removesuffix("[]"))
+        for own in (held or ()) if section.endswith("[]") else (held,):
+            if isinstance(own, DictConfig) and key in own:
+                own[new.rpartition(".")[2]] = own.pop(key)
     cluster = saved.get("cluster") or {}
     if isinstance(cluster.get("efficiency"), int | float):  # one of the run's precision
         share, peak = cluster["efficiency"], cluster["flops"]

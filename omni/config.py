@@ -40,8 +40,9 @@ class ModelConfig:
 @dataclass
 class LLMLayoutConfig:
     """Ranks of each axis. `dp: null` takes all ranks that the other axes leave. Each of the pp stages holds
-    `parts` parts of the LLM, in turn: they take no ranks of their own. `zero` is the stage of ZeRO: 1 divides
-    the optimizer's state among replicas, 2 gradients too, 3 weights too, and null leaves it to be chosen.
+    `vpp` virtual stages of the LLM, in turn: they take no ranks of their own. `zero` is the stage of ZeRO: 1
+    divides the optimizer's state among replicas, 2 gradients too, 3 weights too, and null leaves it to be
+    chosen.
     """
 
     tp: int = 1
@@ -49,7 +50,7 @@ class LLMLayoutConfig:
     dp: int | None = None
     pp: int = 1
     ep: int = 1
-    parts: int = 1
+    vpp: int = 1
     zero: int | None = 1
 
 
@@ -387,8 +388,15 @@ MAPPINGS: tuple[tuple[str, str, type], ...] = (
 )
 """Section, key and type of the entries of each typed mapping."""
 
-RENAMED = {"boundary.transport": "boundary.policy", "pipeline.schedule": "pipeline.policy"}
-"""Keys of before, and their names of now. A run that was saved with them is read; who sets one is told."""
+RENAMED = {
+    "boundary.transport": "boundary.policy",
+    "pipeline.schedule": "pipeline.policy",
+    "layout.llm.parts": "layout.llm.vpp",
+    "launch.layouts[].parts": "launch.layouts[].vpp",
+}
+"""Keys of before, and their names of now, with [] for any entry of a list. A run that was saved with them is
+read; who sets one is told.
+"""
 
 RENAMED_OPTIONS = {"cluster/h100_8x8": "cluster/h100", "system/stage0": "system/megatron"}
 """Options of before, as group/option, and their names of now."""

@@ -40,7 +40,9 @@ def refusal(error: Exception, overrides: Sequence[str]) -> str:
 
 def renamed(said: str) -> list[str]:
     """Return what a key or an option that was refused is called now, if it has another name than it had."""
-    keys = [f"{old} is {new} now" for old, new in RENAMED.items() if f"full_key: {old}\n" in f"{said}\n"]
+    # Of an entry of a list, OmegaConf says its own key alone.
+    full_keys = {old: f"full_key: {old.rpartition('[].')[2]}\n" for old in RENAMED}
+    keys = [f"{old} is {new} now" for old, new in RENAMED.items() if full_keys[old] in f"{said}\n"]
     options = RENAMED_OPTIONS.items()
     return keys + [f"{old} is {new} now".replace("/", "=") for old, new in options if f"'{old}'" in said]
 

@@ -3,8 +3,8 @@
 Three ideas, each built on the one before:
 
     Mesh         named axes over a list of ranks: coordinates, the group of any axis or product of axes
-    Layout       the sizes that a user gives the LLM: tp·cp·dp·pp, ep for experts over the same ranks, and how
-                 many parts of the LLM each of them holds
+    Layout       the sizes that a user gives the LLM: tp·cp·dp·pp, ep for experts over the same ranks, and
+                 `vpp`, how many virtual stages of the LLM each of them holds
     Arrangement  everything of a run: the LLM, every encoder with a layout of its own, and the domains in
                  which steps are planned
 
@@ -120,7 +120,7 @@ def check_sizes(sizes: Mapping[str, int | None]) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
             least = {
-                "parts": "a stage holds at least one part",
+                "vpp": "a stage of the pipeline holds at least one virtual stage",
                 "zero": "1 divides the state of the optimizer among replicas, which all layouts do",
             }.get(name, "an axis has at least one rank")
             raise LayoutError(f"layout.llm.{name}={size}: {least}")
@@ -141,8 +141,9 @@ def nearest_divisor(size: int, *totals: int) -> int:
 class Layout:
     """Sizes of the LLM's axes. Experts are split `ep` ways over the tp·cp·dp ranks of a stage.
 
-    The layers are divided into pp · `parts` parts, which go round the stages: part p is on stage p % pp. They
-    take as long as can be for tokens of sequences of `context` tokens, which decide what attention costs.
+    The layers are divided into pp · `vpp` virtual stages, which go round the stages of the pipeline: number v
+    is on stage v % pp. They are divided for tokens of sequences of `context` tokens, which decide what
+    attention costs, so that the slowest takes as little as can be.
     `zero` says what replicas divide among them (ZeRO): 1 the state of the optimizer, 2 gradients too, over
     the pool, 3 weights too.
     """
@@ -152,7 +153,7 @@ class Layout:
     dp: int = 1
     pp: int = 1
     ep: int = 1
-    parts: int = 1
+    vpp: int = 1
     zero: int = 1
     context: int = CONTEXT
 
@@ -173,7 +174,7 @@ class Layout:
     @property
     def num_parts(self) -> int:
         """Parts of the LLM on all stages."""
-        return self.pp * self.parts
+        return self.pp * self.vpp
 
     def holds(self, stage: int) -> range:
         """Return the numbers of the parts that a stage holds."""
@@ -398,22 +399,22 @@ def split_evenly(total: int, parts: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)  # every run that is prepared asks several times
-def stage_layers(costs: tuple[int, ...], last: int, pp: int, parts: int = 1) -> tuple[int, ...]:
-    """Divide layers of given costs over pp · `parts` parts, so that the costliest one costs least.
+def stage_layers(costs: tuple[int, ...], last: int, pp: int, vpp: int = 1) -> tuple[int, ...]:
+    """Divide layers of given costs over pp · `vpp` virtual stages, so that the costliest one costs least.
 
-    `last` is what the last part does besides. Among equals, costs are as even as can be, and the first parts,
+    `last` is what the last one does besides. Among equals, costs are as even as can be, and the first ones,
     which wait least, take more.
 
     Raises:
-        LayoutError: if there are more parts than layers.
+        LayoutError: if there are more virtual stages than layers.
     """
-    stages = pp * parts
+    stages = pp * vpp
     if len(costs) < stages:
         layout, remedy = f"layout.llm.pp={pp}", f"pp at most {len(costs)}"
-        if parts > 1:
-            layout, remedy = f"{layout} with parts={parts}", f"pp·parts at most {len(costs)}"
+        if vpp > 1:
+            layout, remedy = f"{layout} with vpp={vpp}", f"pp·vpp at most {len(costs)}"
         raise LayoutError(
-            f"{layout} leaves a {'part' if parts > 1 else 'stage'} without a layer: "
+            f"{layout} leaves a {'virtual stage' if vpp > 1 else 'stage'} without a layer: "
             f"model.llm.layers={len(costs)}; choose {remedy}"
         )
     before = [0, *accumulate(costs)]

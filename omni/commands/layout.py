@@ -119,7 +119,7 @@ def explain(
     if rank in mesh:
         at = mesh.coordinates(rank)
         where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))
-        if arrangement.llm.parts > 1:
+        if arrangement.llm.vpp > 1:
             where += f", parts {' '.join(map(str, arrangement.llm.holds(at['pp'])))}"
     else:
         where = "encoders only"

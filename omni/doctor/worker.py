@@ -91,7 +91,7 @@ def warm_groups(config_path: Path, timeout_s: float, device: torch.device) -> di
     start = time.perf_counter()
     groups = make_groups(arrangement, staged(config.model.llm), timedelta(seconds=timeout_s))
     made = time.perf_counter()
-    warmed = warm_up(groups, device, wraps=arrangement.llm.parts > 1)
+    warmed = warm_up(groups, device, wraps=arrangement.llm.vpp > 1)
     return {
         "groups": warmed.groups,
         "peers": warmed.peers,

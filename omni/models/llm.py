@@ -80,9 +80,9 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
     least = min(llm_parts(config, vocab_size, layout))
     if config.offload >= least:
         raise ConfigError(
-            f"model.llm.offload={config.offload}: inputs of layers behind a part's first go to the host, and "
-            f"layout.llm.pp={layout.pp} parts={layout.parts} leave a part of {least} layers: set at most "
-            f"{least - 1}"
+            f"model.llm.offload={config.offload}: inputs of layers behind a virtual stage's first go to the "
+            f"host, and layout.llm.pp={layout.pp} vpp={layout.vpp} leave a virtual stage of {least} layers: "
+            f"set at most {least - 1}"
         )
     if config.mixture is not None:
         check_experts("model.llm.moe", config.mixture, tp=layout.tp, ep=layout.ep)
@@ -130,7 +130,7 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
     token = even_load(1, layout.context)
     costs = [layer.forward(token).flops for layer in single_layers(config)]
     further = costs[-1] + linear_flops(1, 2 * config.hidden, config.hidden) + output
-    return stage_layers(tuple(costs), output + config.mtp * further, layout.pp, layout.parts)
+    return stage_layers(tuple(costs), output + config.mtp * further, layout.pp, layout.vpp)
 
 
 def llm_work(

@@ -217,7 +217,7 @@ class DomainPlanner:
         beyond: Callable[[DomainPlan], int],
     ) -> Iterator[DomainPlan]:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
-        parts, pp = self.arrangement.llm.parts, self.arrangement.llm.pp
+        parts, pp = self.arrangement.llm.vpp, self.arrangement.llm.pp
         candidates = candidates_of(self.schedule, parts, pp, guarded=self.guarded)
 
         def scheduled(policy: SchedulePolicy, rounds: int) -> DomainPlan:

@@ -33,10 +33,10 @@ from omni.planning.choice import (
 from parallel.layout import MOST_ZERO, Layout
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0
 
-TP, CP, PP, EP, PARTS, DP = (f"layout.llm.{axis}" for axis in ("tp", "cp", "pp", "ep", "parts", "dp"))
+TP, CP, PP, EP, VPP, DP = (f"layout.llm.{axis}" for axis in ("tp", "cp", "pp", "ep", "vpp", "dp"))
 PASS = "pass"
 """Tokens of a pack, from which `data.microbatch_tokens` and `packing.divisor` follow."""
-MOST_EP, MOST_PARTS = 64, 4
+MOST_EP, MOST_VPP = 64, 4
 LEAST_PASS, MOST_PASS = 64, 65_536
 _PLACEMENTS = (COLOCATED.name, STAGE0.name, DISAGGREGATED.name)
 
@@ -74,7 +74,7 @@ class Space:
         values, staged = self.values[key], keys[PP] > 1
         if key == PLACEMENT:
             return tuple(own for own in values if own != keys[key] and (staged or own != STAGE0.name))
-        if key in (PARTS, PACKING) and not staged:
+        if key in (VPP, PACKING) and not staged:
             return ()
         if keys[key] not in values:
             return tuple(values)
@@ -126,7 +126,7 @@ def space_of(
     values |= {
         DOMAIN: list(_powers(2 * ranks - 1)),
         PASS: [n for n in _powers(MOST_PASS) if n >= LEAST_PASS],
-        PARTS: list(_powers(min(MOST_PARTS, llm.layers))),
+        VPP: list(_powers(min(MOST_VPP, llm.layers))),
         **sizes,
         **{key: names for key, names in POLICIES.items() if value_of(config, key) == AUTO},
         PLACEMENT: _PLACEMENTS if encoders else _PLACEMENTS[:1],

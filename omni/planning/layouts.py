@@ -93,7 +93,7 @@ def resolve_layout(
     context = CONTEXT if config.context is None else config.context  # null: until one is chosen
     if context < 1:
         raise LayoutError(f"layout.context={context}: a sequence has at least one token")
-    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.parts, sizes.zero or 1, context)
+    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.vpp, sizes.zero or 1, context)
     if layout.world + beside != world:
         raise LayoutError(
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
@@ -153,16 +153,16 @@ def check_zero(arrangement: Arrangement) -> None:
     )
 
 
-def check_parts(llm: LLMLayoutConfig, others: Sequence[LLMLayoutConfig], schedule: SchedulePolicy) -> None:
-    """Raise ConfigError where the layout, or one of the `others` for other numbers of ranks, has more parts
-    of the LLM on a rank than the schedule can order.
+def check_vpp(llm: LLMLayoutConfig, others: Sequence[LLMLayoutConfig], schedule: SchedulePolicy) -> None:
+    """Raise ConfigError where the layout, or one of the `others` for other numbers of ranks, has more virtual
+    stages on a rank than the schedule can order.
     """
     named = {f"launch.layouts[{number}]": sizes for number, sizes in enumerate(others)}
     for layout, sizes in {"layout.llm": llm, **named}.items():
-        if schedule.parts is not None and sizes.parts > schedule.parts:
+        if schedule.parts is not None and sizes.vpp > schedule.parts:
             raise ConfigError(
-                f"{layout}.parts={sizes.parts}: pipeline.policy={schedule.name} orders at most "
-                f"{schedule.parts} on a rank: set {layout}.parts={schedule.parts}, or choose one for "
+                f"{layout}.vpp={sizes.vpp}: pipeline.policy={schedule.name} orders at most "
+                f"{schedule.parts} on a rank: set {layout}.vpp={schedule.parts}, or choose one for "
                 "several, such as interleaved"
             )
 

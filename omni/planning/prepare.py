@@ -40,7 +40,7 @@ from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
 from omni.planning.fullest import beyond, remembering
 from omni.planning.group_planner import GroupPlanner
-from omni.planning.layouts import check_layout, check_parts, check_pools, resolve_layout
+from omni.planning.layouts import check_layout, check_pools, check_vpp, resolve_layout
 from omni.planning.mixture import Mixture, with_positions
 from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, stages_of
 from omni.planning.planner import Planner
@@ -83,7 +83,7 @@ def prepare_run(
     encoders, plain = make_encoders(config.model.encoders), unchosen(config)
     arrangement = resolve_layout(plain.layout, plain.placement, tuple(encoders), world)
     policies = chosen_policies(plain.policies)
-    check_parts(plain.layout.llm, config.launch.layouts, policies["pipeline"])
+    check_vpp(plain.layout.llm, config.launch.layouts, policies["pipeline"])
     check_pools(None if DOMAIN in config.choice.keys else plain.layout.domain, config.launch.layouts)
     stages = stages_of(config.optim, config.stages, config.train.steps)
     check_stages(stages, (LLM, *encoders))

@@ -52,9 +52,9 @@ from omni.planning.layout_question import Question
 from omni.planning.layout_space import (
     EP,
     LEAST_PASS,
-    PARTS,
     PASS,
     TP,
+    VPP,
     encoder_tp,
 )
 from omni.planning.least_held import least_held
@@ -270,7 +270,7 @@ class Searching:
         """
         llm, schedules = config.layout.llm, [config.pipeline.policy]
         if config.pipeline.policy == AUTO and llm.pp > 1:
-            schedules = ["zero_bubble_h1", "encode_first"] if llm.parts == 1 else ["interleaved"]
+            schedules = ["zero_bubble_h1", "encode_first"] if llm.vpp == 1 else ["interleaved"]
             schedules = schedules[-1:] if config.model.llm.recompute == "full" else schedules
         found = None
         for schedule in schedules:
@@ -337,7 +337,7 @@ class Searching:
             PASS: 1 << (min(PASS_TOKENS, max(LEAST_PASS, share)).bit_length() - 1),
             RECOMPUTE: usual,
             EP: 1,
-            PARTS: 1,
+            VPP: 1,
             ZERO: 1,
             **{key: names[key.endswith("_sp.policy")] for key, names in POLICIES.items()},
         }
@@ -382,12 +382,10 @@ class Searching:
 
     def _filled_ns(self, spec: RunSpec) -> int:
         """About what it takes: no less than the bound, and even work in a pipeline that is filled and emptied
-        once, by (stages - 1) / (passes · parts) more (Narayanan et al., arXiv 2104.04473, section 2.2).
+        once, by (stages - 1) / (passes · vpp) more (Narayanan et al., arXiv 2104.04473, section 2.2).
         """
         bound, own = self.bound(spec), spec.arrangement.llm
-        return max(
-            bound.ns, bound.work_ns + bound.work_ns * (own.pp - 1) // (self.passes(spec)[1] * own.parts)
-        )
+        return max(bound.ns, bound.work_ns + bound.work_ns * (own.pp - 1) // (self.passes(spec)[1] * own.vpp))
 
     def passes(self, spec: RunSpec) -> tuple[int, int]:
         """Tokens of a pass, and passes of a replica."""

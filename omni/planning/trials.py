@@ -30,7 +30,7 @@ def tried_out(config: Config, keys: Keys, make: Make, begin: tuple[int, int], st
     """
     schedules: tuple[str, ...] = (config.pipeline.policy,)
     if config.pipeline.policy == AUTO and config.layout.llm.pp > 1:
-        schedules = ("zero_bubble_h1", "encode_first") if config.layout.llm.parts == 1 else ("interleaved",)
+        schedules = ("zero_bubble_h1", "encode_first") if config.layout.llm.vpp == 1 else ("interleaved",)
     found = None
     for schedule in schedules:
         other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, begin, steps)

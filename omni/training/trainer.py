@@ -88,7 +88,7 @@ class Trainer:
         self.say(f"building the model on {world} rank{'s' * (world > 1)}")
         self.control = connected(rank, world, self.config.train.timeout_s)
         self.rank: Rank = build_rank(spec, rank, device, self.note)
-        self.warmed = warm_up(self.rank.groups, device, wraps=spec.arrangement.llm.parts > 1)
+        self.warmed = warm_up(self.rank.groups, device, wraps=spec.arrangement.llm.vpp > 1)
         if self.first and world > 1:
             print(self.warmed, flush=True)
         data = self.config.data

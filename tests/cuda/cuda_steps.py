@@ -30,7 +30,7 @@ def run_case(
     config.layout.llm.zero = zero
     config.train.precision = "bf16"
     config.model.llm.offload = offload
-    config.model.llm.layers = max(layers, case.pp * case.layout.parts)
+    config.model.llm.layers = max(layers, case.pp * case.layout.vpp)
     config.model.encoders["image"]["layers"] = layers
     config.data.step_samples = max(samples, case.dp)
     return run_config(config, case.world, rank, device)

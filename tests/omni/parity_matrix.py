@@ -70,14 +70,14 @@ class Case:
     frozen: str = _axis("none", "image", "llm", "in_turn")
 
     @property
-    def parts(self) -> int:
-        """Parts of the LLM on a rank."""
+    def vpp(self) -> int:
+        """Virtual stages of the LLM on a rank."""
         return 2 if "interleaved" in self.schedule else 1
 
     @property
     def layout(self) -> Layout:
         """The LLM's layout."""
-        return Layout(self.tp, self.cp, self.dp, self.pp, self.ep, self.parts)
+        return Layout(self.tp, self.cp, self.dp, self.pp, self.ep, self.vpp)
 
     @property
     def world(self) -> int:
@@ -131,7 +131,7 @@ class Case:
                 "layout.llm.dp": self.dp,
                 "layout.llm.pp": self.pp,
                 "layout.llm.ep": self.ep,
-                "layout.llm.parts": self.parts,
+                "layout.llm.vpp": self.vpp,
                 "layout.domain": self.replicas,
                 "layout.encoders.image.tp": self.encoder_tp,
                 "placement.policy": self.placement,

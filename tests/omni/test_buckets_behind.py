@@ -30,7 +30,7 @@ LAYOUTS = {
     "dp2": (2, []),
     "dp2, encoders frozen": (2, [FROZEN]),
     "recomputed": (2, [FROZEN, "model.llm.recompute=full"]),
-    "pp2, two parts a stage": (4, ["layout.llm.pp=2", "layout.llm.parts=2", "pipeline=interleaved"]),
+    "pp2, two parts a stage": (4, ["layout.llm.pp=2", "layout.llm.vpp=2", "pipeline=interleaved"]),
     "tp2": (4, [FROZEN, "layout.llm.tp=2"]),
     "shared": (4, [FROZEN, "layout.domain=2", "llm_sp=all"]),
     "experts": (4, [FROZEN, "model.llm.moe={experts: 4, topk: 2, ffn: 48}", "layout.llm.ep=2"]),
@@ -153,7 +153,7 @@ def test_buckets_travel_behind_passes_and_change_nothing(
         assert not many["left"]
         assert min(many["counts"]) > max(one["counts"])
         # Parts of one layer have little behind it.
-        if "layout.llm.parts=2" not in keys and "carried" not in layout:
+        if "layout.llm.vpp=2" not in keys and "carried" not in layout:
             assert min(many["behind"]) > 0
     if layout not in COMPARED:
         return

@@ -208,7 +208,7 @@ def test_an_ablation_lacks_one_thing_and_chooses_all_else() -> None:
         assert set(open_keys(own)) - set(open_keys(apart[name])) == set(keys) & set(POLICIES)
 
 
-@pytest.mark.parametrize("layout, left_out", [("pp=1", 2), ("pp=2", 0), ("parts=2", 1)])
+@pytest.mark.parametrize("layout, left_out", [("pp=1", 2), ("pp=2", 0), ("vpp=2", 1)])
 def test_nothing_is_ablated_that_a_layout_does_not_have(layout: str, left_out: int) -> None:
     own = compose_config(["system=omni", "layout.llm.pp=2", f"layout.llm.{layout}"])
     assert len(KEYS) - len(dict(without_each(own))) == left_out

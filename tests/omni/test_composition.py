@@ -1,4 +1,5 @@
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -250,15 +251,27 @@ def test_a_cluster_file_of_a_former_version_is_refused_with_its_remedy(tmp_path)
 # Keys that have another name than they had.
 
 
+def nested(key: str, value: object) -> dict:
+    """Mappings of one key each around a value; where [] stands, a list of one entry."""
+    name, _, rest = key.partition(".")
+    inner = nested(rest, value) if rest else value
+    return {name.removesuffix("[]"): [inner] if name.endswith("[]") else inner}
+
+
+VALUES = {old: 2 if old.endswith("parts") else "auto" for old in RENAMED}
+
+
 @pytest.mark.parametrize("old, new", RENAMED.items())
 def test_a_key_of_before_is_refused_with_its_name_of_now(tmp_path, old, new):
-    section, _, key = old.partition(".")
-    for override in (f"{old}=auto", f"+{old}=auto"):
-        assert f"{old} is {new} now" in refusal(override)
+    value = VALUES[old]
+    section, _, key = old.rpartition(".")
+    override = f"{section[:-2]}=[{{{key}: {value}}}]" if section.endswith("[]") else f"{old}={value}"
+    for text in (override, f"+{override}"):
+        assert f"{old} is {new} now" in refusal(text)
     (tmp_path / "experiment").mkdir()
-    own = f"# @package _global_\n{section}:\n  {key}: auto\n"
+    own = f"# @package _global_\n{OmegaConf.to_yaml(nested(old, value))}"
     (tmp_path / "experiment" / "mine.yaml").write_text(own)
-    with pytest.raises(ConfigError, match=f"{old} is {new} now"):
+    with pytest.raises(ConfigError, match=re.escape(f"{old} is {new} now")):
         compose_config(["experiment=mine"], str(tmp_path))
 
 
@@ -279,11 +292,16 @@ def test_an_option_of_before_is_refused_with_its_name_of_now(tmp_path, old, new)
 def test_a_run_that_was_saved_with_a_key_of_before_is_read(tmp_path, old, new):
     saved = OmegaConf.structured(compose_config([]))
     values = OmegaConf.create(OmegaConf.to_container(saved))
-    section, _, key = old.partition(".")
-    del values[section]["policy"]
-    values[section][key] = "mine"
+    value, entry = VALUES[old], new.replace("[]", "[0]")
+    section, _, key = old.rpartition(".")
+    if section.endswith("[]"):
+        values = OmegaConf.merge(values, nested(old, value))
+    else:
+        own = OmegaConf.select(values, section)
+        del own[new.rpartition(".")[2]]
+        own[key] = value
     OmegaConf.save(values, tmp_path / "config.yaml")
-    assert OmegaConf.select(OmegaConf.structured(load_config(tmp_path / "config.yaml")), new) == "mine"
+    assert OmegaConf.select(OmegaConf.structured(load_config(tmp_path / "config.yaml")), entry) == value
 
 
 KEPT = (

@@ -29,7 +29,7 @@ KEYS = (
     "data.microbatch_tokens=null",
 )  # fmt: skip
 FEW = (
-    "balance=lpt", "pairing=in_order", "placement=colocated", "layout.llm.parts=1",
+    "balance=lpt", "pairing=in_order", "placement=colocated", "layout.llm.vpp=1",
     "model.llm.recompute=full", "model.encoders.image.recompute=full", "+layout.encoders.image.tp=1",
     "llm_sp=dynamic", "data.microbatch_tokens=4096", "packing.divisor=1",
 )  # fmt: skip

@@ -57,19 +57,19 @@ class Case:
 
 
 CASES = {
-    "tied": Case(LLM, Layout(parts=2)),
-    "untied": Case(UNTIED, Layout(parts=2)),
-    "a layer each, recomputed, later": Case(replace(LLM, recompute="full"), Layout(parts=5), later=True),
-    "untied, recomputed": Case(replace(UNTIED, recompute="full"), Layout(parts=3)),
-    "experts": Case(EXPERTS, Layout(parts=3)),
-    "dp": Case(LLM, Layout(dp=2, parts=2)),
-    "tp, later": Case(replace(LLM, recompute="selective"), Layout(tp=2, parts=3), later=True),
-    "pp": Case(LLM, Layout(pp=2, parts=2)),
-    "pp, untied, later": Case(UNTIED, Layout(pp=2, parts=2), later=True),
+    "tied": Case(LLM, Layout(vpp=2)),
+    "untied": Case(UNTIED, Layout(vpp=2)),
+    "a layer each, recomputed, later": Case(replace(LLM, recompute="full"), Layout(vpp=5), later=True),
+    "untied, recomputed": Case(replace(UNTIED, recompute="full"), Layout(vpp=3)),
+    "experts": Case(EXPERTS, Layout(vpp=3)),
+    "dp": Case(LLM, Layout(dp=2, vpp=2)),
+    "tp, later": Case(replace(LLM, recompute="selective"), Layout(tp=2, vpp=3), later=True),
+    "pp": Case(LLM, Layout(pp=2, vpp=2)),
+    "pp, untied, later": Case(UNTIED, Layout(pp=2, vpp=2), later=True),
     "pp, one part": Case(LLM, Layout(pp=2)),
-    "pp and dp": Case(LLM, Layout(dp=2, pp=2, parts=2)),
+    "pp and dp": Case(LLM, Layout(dp=2, pp=2, vpp=2)),
     "pp, tp, experts, later": Case(
-        replace(EXPERTS, recompute="full"), Layout(tp=2, pp=2, ep=2, parts=2), later=True
+        replace(EXPERTS, recompute="full"), Layout(tp=2, pp=2, ep=2, vpp=2), later=True
     ),
 }
 
@@ -337,7 +337,7 @@ MOVES = (
     ("a layer each, recomputed, later", CASES["pp"]),
     ("pp, untied, later", CASES["untied"]),
     ("experts", CASES["pp, tp, experts, later"]),
-    ("pp, tp, experts, later", Case(EXPERTS, Layout(dp=2, parts=2))),
+    ("pp, tp, experts, later", Case(EXPERTS, Layout(dp=2, vpp=2))),
 )
 
 
@@ -357,11 +357,11 @@ def test_checkpoints_move_between_parts(ranks: RankPool, runs: Any, written: str
 
 
 def test_parts_go_round_the_stages_and_divide_the_layers() -> None:
-    layout = Layout(pp=2, parts=3)
+    layout = Layout(pp=2, vpp=3)
     assert [list(layout.holds(stage)) for stage in range(2)] == [[0, 2, 4], [1, 3, 5]]
     assert layout.num_parts == 6
     assert layout.world == 2
-    assert layout.describe() == "pp2·parts3"
+    assert layout.describe() == "pp2·vpp3"
     llm = replace(LLM, layers=12)
     layers = llm_parts(llm, VOCABULARY, layout)
     assert len(layers) == 6
@@ -386,12 +386,13 @@ def test_layers_are_divided_for_sequences_as_long_as_the_context() -> None:
 
 
 def test_parts_that_cannot_be_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"layout\.llm\.parts=0: a stage holds at least one part"):
-        Layout(parts=0)
+    with pytest.raises(LayoutError, match=r"layout\.llm\.vpp=0: a stage .* holds at least one virtual stage"):
+        Layout(vpp=0)
     words = (
-        r"layout\.llm\.pp=2 with parts=3 leaves a part without a layer: model\.llm\.layers=5; choose pp·parts"
+        r"layout\.llm\.pp=2 with vpp=3 leaves a virtual stage without a layer: model\.llm\.layers=5; "
+        r"choose pp·vpp"
     )
     with pytest.raises(LayoutError, match=words):
-        llm_parts(LLM, VOCABULARY, Layout(pp=2, parts=3))
+        llm_parts(LLM, VOCABULARY, Layout(pp=2, vpp=3))
     with pytest.raises(ConfigError, match=r"llm\.layers\.5"):
         attach_points(["llm.layers.5"], [3, 2])

@@ -141,7 +141,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 def issued(zero: int, case: Case, folder: Path, bad: int | None = None, plant: Plant | None = None) -> Calls:
     """What all ranks of the first domain issue in a step; a fault may be planted in one."""
     config = with_values(configure(case, folder), {"layout.llm.zero": zero})
-    config.model.llm.layers = max(2, case.pp * case.layout.parts)
+    config.model.llm.layers = max(2, case.pp * case.layout.vpp)
     config.cluster.queues = "one"
     spec = prepare_run(config, case.world)
     plan = plan_of_step(spec, 1, 0)

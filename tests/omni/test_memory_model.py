@@ -42,7 +42,7 @@ CAUSES = {
     "parts share the rotation and gathered tokens": (
         4,
         [0, 3],
-        ["layout.llm.tp=2", "layout.llm.pp=2", "layout.llm.parts=2", "pipeline=interleaved"],
+        ["layout.llm.tp=2", "layout.llm.pp=2", "layout.llm.vpp=2", "pipeline=interleaved"],
     ),
     "gradients of the output are added up chunk by chunk": (
         2,
@@ -155,12 +155,12 @@ CAUSES = {
     "a rank with both ends has one embedding": (
         1,
         [0],
-        ["layout.llm.parts=2", "pipeline=interleaved", "model.llm.vocab=8192"],
+        ["layout.llm.vpp=2", "pipeline=interleaved", "model.llm.vocab=8192"],
     ),
     "parts of one rank hand gradients on without a message": (
         1,
         [0],
-        ["layout.llm.parts=2", "pipeline=interleaved", "model.llm.recompute=full"],
+        ["layout.llm.vpp=2", "pipeline=interleaved", "model.llm.recompute=full"],
     ),
     "frozen experts put nothing off": (1, [0], [FROZEN, MOE, "model.llm.recompute=full"]),
     "experts let go of what they took and of gradients of what they put out with the last of them": (

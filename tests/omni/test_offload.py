@@ -208,11 +208,11 @@ def test_refusals_name_key_value_and_remedy(folder: Path) -> None:
         (["model.llm.offload=1"], r"model\.llm\.offload=1: with recompute=none: .*set recompute=full"),
         (
             ["model.llm.offload=4", "model.llm.recompute=full"],
-            r"model\.llm\.offload=4: .*leave a part of 4 layers: set at most 3",
+            r"model\.llm\.offload=4: .*leave a virtual stage of 4 layers: set at most 3",
         ),
         (
             ["model.llm.offload=2", "model.llm.recompute=full", "layout.llm.pp=2"],
-            r"layout\.llm\.pp=2 parts=1 leave a part of 2 layers: set at most 1",
+            r"layout\.llm\.pp=2 vpp=1 leave a virtual stage of 2 layers: set at most 1",
         ),
         (
             ["model.llm.offload=1", "model.llm.recompute=full", "cluster.host_link_bytes_per_s=null"],

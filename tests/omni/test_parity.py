@@ -78,7 +78,7 @@ CASES = {
     "tp2 pp2 joint in rounds": (4, [*TP2_PP2, "pipeline=joint_zero_bubble_h1", "pipeline.rounds=2"]),
     "pp2 joint interleaved in rounds": (
         2,
-        ["layout.llm.pp=2", "layout.llm.parts=2", "pipeline=joint_interleaved", "pipeline.rounds=2"],
+        ["layout.llm.pp=2", "layout.llm.vpp=2", "pipeline=joint_interleaved", "pipeline.rounds=2"],
     ),
     # Texts of 160 tokens: each passes by itself, 40 tokens on every rank.
     "dp4 samples of eight microbatches": (

@@ -246,7 +246,7 @@ def test_every_plan_passes_the_verifier(chosen, cursor):
         planning.verify(plan)
         domain = plan.domain
         layout = planning.domain.arrangement.llm
-        schedules = candidates_of(chosen["policies"].schedule, layout.parts, layout.pp)
+        schedules = candidates_of(chosen["policies"].schedule, layout.vpp, layout.pp)
         for team in domain.teams:
             for part in domain.holds[team]:
                 most = max(schedule.in_flight(domain, part) for schedule in schedules)
@@ -326,7 +326,7 @@ def test_long_items_are_shared_where_the_policy_says_so():
 @pytest.mark.parametrize("parts, pp", [(1, 3), (2, 2)])
 @pytest.mark.parametrize("single_queue", [False, True])
 def test_auto_takes_what_the_best_of_its_candidates_takes(parts, pp, single_queue):
-    world = arrange(Layout(pp=pp, parts=parts), {"eye": 1, "ear": 1}, COLOCATED, 0)
+    world = arrange(Layout(pp=pp, vpp=parts), {"eye": 1, "ear": 1}, COLOCATED, 0)
 
     def taken(schedule):
         own = planner(

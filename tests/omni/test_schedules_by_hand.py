@@ -45,7 +45,7 @@ EXPERTS = ("model.llm.moe={experts: 4, topk: 2, ffn: 48, shared_ffn: 32, dense_l
 # Rows enter at the embedding, before layer 1 and before layer 2 of 4.
 TAPS = ("model.encoders.image.layers=3", "+model.encoders.image.taps=[1,2]")
 RECOMPUTE = ("model.llm.recompute=full", "model.encoders.image.recompute=full")
-PP2 = ("layout.llm.pp=2", "layout.llm.parts=2")
+PP2 = ("layout.llm.pp=2", "layout.llm.vpp=2")
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ CASES = {
     "interleaved": Case(2, "INTERLEAVED", PP2),
     "split, recomputed, one queue": Case(2, "SPLIT", ("layout.llm.pp=2", *RECOMPUTE), single_queue=True),
     "both, untied": Case(2, "BOTH", PP2, UNTIED),
-    "both, both ends on a rank": Case(2, "BOTH", ("layout.llm.parts=2", "layout.domain=2")),
+    "both, both ends on a rank": Case(2, "BOTH", ("layout.llm.vpp=2", "layout.domain=2")),
     "both, merged, one queue": Case(2, "BOTH", PP2, single_queue=True, merged=True),
     "both, beside": Case(3, "BOTH", (*PP2, "placement=disaggregated"), merged=True),
     "both, tp2, taps, recomputed, one queue": Case(
@@ -355,13 +355,13 @@ def test_a_shared_embedding_is_reduced_after_the_last_part(folder: Path) -> None
 
 def test_a_schedule_is_not_given_more_parts_than_it_orders(folder: Path) -> None:
     words = (
-        r"layout\.llm\.parts=2: pipeline\.policy=encode_first orders at most 1 on a rank: "
-        r"set layout\.llm\.parts=1, or choose one for several, such as interleaved"
+        r"layout\.llm\.vpp=2: pipeline\.policy=encode_first orders at most 1 on a rank: "
+        r"set layout\.llm\.vpp=1, or choose one for several, such as interleaved"
     )
     with pytest.raises(ConfigError, match=words):
-        prepare_run(configure(folder, "layout.llm.parts=2"), 1)
-    with pytest.raises(ConfigError, match=r"layout\.llm\.parts=3: .*=by_hand_2 orders at most 2"):
-        prepare_run(configure(folder, "layout.llm.parts=3", "pipeline=by_hand_2"), 1)
+        prepare_run(configure(folder, "layout.llm.vpp=2"), 1)
+    with pytest.raises(ConfigError, match=r"layout\.llm\.vpp=3: .*=by_hand_2 orders at most 2"):
+        prepare_run(configure(folder, "layout.llm.vpp=3", "pipeline=by_hand_2"), 1)
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_a_flipped_bit_of_a_moment_which_has_no_copy_is_named_before_it_is_saved
         (
             (
                 "layout.llm.pp=2",
-                "layout.llm.parts=1",
+                "layout.llm.vpp=1",
                 "train.precision=bf16",
                 "+optim.components.image.frozen=[[2,3]]",
             ),

@@ -23,7 +23,7 @@ LAYOUTS = {
     "cp2 dp2": (4, ["layout.llm.cp=2", "layout.domain=2", "encoder_sp=dynamic", "llm_sp=dynamic"]),
     "ep2 interleaved": (
         4,
-        [MOE, "layout.llm.pp=2", "layout.llm.ep=2", "layout.llm.parts=2", "pipeline=interleaved"],
+        [MOE, "layout.llm.pp=2", "layout.llm.ep=2", "layout.llm.vpp=2", "pipeline=interleaved"],
     ),
     "disaggregated": (3, ["layout.llm.pp=2", "placement=disaggregated", "placement.ranks=1"]),
 }
