@@ -38,7 +38,7 @@ SCHEDULES = (
     "joint_zero_bubble_h1",
     "joint_zero_bubble_h2",
 )
-IN_PARTS = ("interleaved", "joint_interleaved")
+WITH_VPP = ("interleaved", "joint_interleaved")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ CASES = (
     Case("shared sequences", 2, ("llm_sp.policy=dynamic", "encoder_sp.policy=dynamic", "layout.domain=2")),
     Case("reduce_scatter of rows", 2, (PP2, "boundary.policy=reduce_scatter")),
     *(Case(f"pp 2, {name}", 2, (PP2, f"pipeline.policy={name}")) for name in SCHEDULES),
-    *(Case(f"pp 2, {name}", 2, (PP2, "layout.llm.vpp=2", f"pipeline.policy={name}")) for name in IN_PARTS),
+    *(Case(f"pp 2, {name}", 2, (PP2, "layout.llm.vpp=2", f"pipeline.policy={name}")) for name in WITH_VPP),
     Case("tp 2, cp 2, pp 2", 8, (TP2, CP2, PP2, "pipeline.policy=one_f_one_b")),
     Case("tp 2, pp 2, dp 2, joint", 8, (TP2, PP2, "pipeline.policy=joint")),
     Case("pp 4, dp 2, zero_bubble_h2", 8, ("layout.llm.pp=4", "pipeline.policy=zero_bubble_h2")),

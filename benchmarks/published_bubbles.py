@@ -6,9 +6,9 @@
 code: for twelve settings the profiled microseconds of a stage's forward, backward for inputs, backward for
 weights and of a message, and the bubble rates that they compute from these times: the share of the longest
 time of a stage that is not the work of its microbatches. Here the op lists of our builders, with a queue for
-each communicator, run on our simulator with the same times, every stage as long as the others. `parts` are
-those of a rank under interleaved 1F1B, which take equal shares of a stage. ZB-1p and ZB-2p are left out: they
-are found by search.
+each communicator, run on our simulator with the same times, every stage as long as the others. `vpp` are the
+virtual stages of a rank under interleaved 1F1B, which take equal shares of a stage. ZB-1p and ZB-2p are left
+out: they are found by search.
 
 As in the paper, a stage's time is from its first pass to its last one under ZB-H2, whose updates do not wait
 for each other there, and from the start of the step otherwise. The published rates of interleaved 1F1B leave
@@ -46,12 +46,12 @@ LIMITS = {
 REASON = "published with fewer waits: see the next line"
 
 
-def domain_of(stages: int, parts: int, microbatches: int) -> DomainPlan:
+def domain_of(stages: int, vpp: int, microbatches: int) -> DomainPlan:
     """An LLM alone, on one rank a stage."""
     layout = SequenceLayout.whole([1], [0], 1)
     return DomainPlan(
         team=1,
-        holds=tuple(tuple(range(stage, stages * parts, stages)) for stage in range(stages)),
+        holds=tuple(tuple(range(stage, stages * vpp, stages)) for stage in range(stages)),
         pool=1,
         tp=1,
         collective_group=1,
@@ -63,14 +63,14 @@ def domain_of(stages: int, parts: int, microbatches: int) -> DomainPlan:
         encoder_batches=(),
         routes=(None,) * microbatches,
         ops=(),
-        reductions=tuple((0, part) for part in range(stages * parts)),
+        reductions=tuple((0, virtual_stage) for virtual_stage in range(stages * vpp)),
     )
 
 
 def simulated(policy: SchedulePolicy, row: dict[str, int]) -> float:
     """The bubble rate of a schedule with the times of a row."""
-    parts = row["parts"] if policy is INTERLEAVED else 1
-    domain = domain_of(row["stages"], parts, row["microbatches"])
+    vpp = row["vpp"] if policy is INTERLEAVED else 1
+    domain = domain_of(row["stages"], vpp, row["microbatches"])
     backward = {
         Grad.BOTH: row["input_us"] + row["weight_us"],
         Grad.INPUT: row["input_us"],
@@ -79,7 +79,7 @@ def simulated(policy: SchedulePolicy, row: dict[str, int]) -> float:
 
     def compute(rank: int, op: Op) -> int:
         whole = row["forward_us"] if op.kind is Kind.FORWARD else backward[op.grad]
-        return whole * 1000 // parts
+        return whole * 1000 // vpp
 
     def message(op: Op) -> int:
         return row["message_us"] * 1000
@@ -105,24 +105,26 @@ def with_fewer_waits(row: dict[str, int]) -> float:
     """The bubble rate of interleaved 1F1B if, of the messages between the last and the first stage, only
     those of the first microbatch of each group are waited for. No machine, only what an op must come after.
     """
-    stages, parts = row["stages"], row["parts"]
-    forward, backward = row["forward_us"] / parts, (row["input_us"] + row["weight_us"]) / parts
-    left = [interleaved_passes(stages, parts, row["microbatches"], stage)[::-1] for stage in range(stages)]
+    stages, vpp = row["stages"], row["vpp"]
+    forward, backward = row["forward_us"] / vpp, (row["input_us"] + row["weight_us"]) / vpp
+    left = [interleaved_passes(stages, vpp, row["microbatches"], stage)[::-1] for stage in range(stages)]
     ends: dict[tuple[Kind, int, int], float] = {}
     now = [0.0] * stages
     while any(left):
         for stage, ops in enumerate(left):
             while ops:
                 op, step = ops[-1], 1 if ops[-1].kind is Kind.FORWARD else -1
-                before = (op.kind, op.index, op.part - step)
-                around = op.part % stages == (0 if step == 1 else stages - 1)
-                awaits = 0 <= op.part - step < stages * parts and (not around or op.index % stages == 0)
+                before = (op.kind, op.index, op.virtual_stage - step)
+                around = op.virtual_stage % stages == (0 if step == 1 else stages - 1)
+                is_there = 0 <= op.virtual_stage - step < stages * vpp
+                awaits = is_there and (not around or op.index % stages == 0)
                 if awaits and before not in ends:
                     break
                 start = max(now[stage], ends[before] + row["message_us"] if awaits else 0)
-                now[stage] = ends[op.kind, op.index, op.part] = start + (forward if step == 1 else backward)
+                end = start + (forward if step == 1 else backward)
+                now[stage] = ends[op.kind, op.index, op.virtual_stage] = end
                 ops.pop()
-    work = row["microbatches"] * parts * (forward + backward)
+    work = row["microbatches"] * vpp * (forward + backward)
     return (max(now) - work) / max(now)
 
 

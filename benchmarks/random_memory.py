@@ -74,15 +74,15 @@ def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
         sizes = tuple(rng.choice(of) for of in ((1, 1, 2, 4, 8), (1, 1, 2, 3), (1, 1, 2, 4), (1, 2, 3, 4)))
     tp, cp, pp, dp = sizes
     schedule = rng.choice(policies["pipeline"])
-    parts = rng.choice((2, 2, 3)) if "interleaved" in schedule or schedule == "auto" else 1
+    vpp = rng.choice((2, 2, 3)) if "interleaved" in schedule or schedule == "auto" else 1
     keys = [f"layout.llm.{axis}={size}" for axis, size in zip(("tp", "cp", "pp", "dp"), sizes, strict=True)]
-    keys += [f"layout.llm.vpp={parts}", f"pipeline.policy={schedule}", f"placement.policy={placement}"]
+    keys += [f"layout.llm.vpp={vpp}", f"pipeline.policy={schedule}", f"placement.policy={placement}"]
     keys += [f"placement.ranks={beside}", f"cluster.ranks_per_node={rng.choice((2, 8))}"]
     keys += [f"layout.domain={rng.choice([size for size in range(1, dp + 1) if dp % size == 0])}"]
     keys += [f"{section}.policy={rng.choice(policies[section])}" for section in SECTIONS]
     if "packing.policy=entrain" in keys:
         keys[-1] = "pairing.policy=in_order"
-    keys += _llm(rng, tp, parts * pp, tp * cp * dp) + _encoder(rng, tp)
+    keys += _llm(rng, tp, vpp * pp, tp * cp * dp) + _encoder(rng, tp)
     keys += [f"data.microbatch_tokens={rng.choice((1024, 2048, 4096, 8192))}"]
     keys += [f"data.step_samples={rng.randint(4, 8) * dp}"]
     frozen = rng.choice(FROZEN)
@@ -91,12 +91,12 @@ def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
     return Case(math.prod(sizes) + beside, rng.choice(TRACES), tuple(keys))
 
 
-def _llm(rng: random.Random, tp: int, parts: int, ranks: int) -> list[str]:
-    """Sizes of an LLM of so many parts, on `ranks` ranks a stage."""
+def _llm(rng: random.Random, tp: int, virtual_stages: int, ranks: int) -> list[str]:
+    """Sizes of an LLM of so many virtual stages, on `ranks` ranks a stage."""
     head, kv_heads = rng.choice((32, 64, 128)), tp * rng.choice((1, 1, 2))
     heads = kv_heads * rng.choice((1, 2, 3))
     sizes: dict[str, Any] = {
-        "layers": parts * rng.randint(1, 3) + rng.choice((0, 0, 1)),
+        "layers": virtual_stages * rng.randint(1, 3) + rng.choice((0, 0, 1)),
         "hidden": heads * head,
         "heads": heads,
         "kv_heads": kv_heads,
@@ -110,8 +110,8 @@ def _llm(rng: random.Random, tp: int, parts: int, ranks: int) -> list[str]:
         "recompute": rng.choice(RECOMPUTE),
     }
     if sizes["recompute"] == "full":
-        sizes["layers"] += parts * rng.choice((0, 3))
-        sizes["offload"] = rng.randint(0, sizes["layers"] // parts - 1)
+        sizes["layers"] += virtual_stages * rng.choice((0, 3))
+        sizes["offload"] = rng.randint(0, sizes["layers"] // virtual_stages - 1)
     sizes |= _heads(rng, sizes["norm"])
     keys = [f"model.llm.{key}={value}" for key, value in sizes.items()]
     if rng.random() < 0.35:

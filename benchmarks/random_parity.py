@@ -4,11 +4,11 @@
     PYTHONPATH=tests:tests/omni python benchmarks/random_parity.py --quick  # 30 of them, within 3 minutes
 
 The parity matrix has every pair of values of its axes; this draws what nobody listed: all policies of every
-kind, all placements and schedules, several parts on a rank, components that are frozen in some steps,
-domains, groups of domains, samples longer than a microbatch, bounds on what encoders hold, small nodes. A
-case that is refused counts if the message names a key and says what would do; a case that fails, hangs for
-two minutes or is beyond the tolerances of `omni/training/parity.py` does not. The same seed and count draw
-the same cases. The last line is JSON; the exit code is 1 if any case does not hold.
+kind, all placements and schedules, several virtual stages on a rank, components that are frozen in some
+steps, domains, groups of domains, samples longer than a microbatch, bounds on what encoders hold, small
+nodes. A case that is refused counts if the message names a key and says what would do; a case that fails,
+hangs for two minutes or is beyond the tolerances of `omni/training/parity.py` does not. The same seed and
+count draw the same cases. The last line is JSON; the exit code is 1 if any case does not hold.
 """
 
 import argparse
@@ -101,8 +101,8 @@ def draw(rng: random.Random, policies: Mapping[str, list[str]]) -> Case:
         what.append(f"model.llm.moe={EXPERTS}")
         how.append(f"layout.llm.ep={rng.choice([ep for ep in (1, 2, 4) if tp * cp * dp % ep == 0])}")
     schedule = rng.choice(policies["pipeline"])
-    parts = 2 if 2 * pp <= LAYERS and ("interleaved" in schedule or schedule == "auto") else 1
-    how += [f"pipeline.policy={schedule}", f"layout.llm.vpp={parts}"]
+    vpp = 2 if 2 * pp <= LAYERS and ("interleaved" in schedule or schedule == "auto") else 1
+    how += [f"pipeline.policy={schedule}", f"layout.llm.vpp={vpp}"]
     how += [f"{section}.policy={rng.choice(policies[section])}" for section in SECTIONS]
     if "packing.policy=entrain" in how and rng.random() < 0.9:
         how = [*(key for key in how if not key.startswith("pairing")), "pairing.policy=in_order"]

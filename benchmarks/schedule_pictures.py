@@ -39,10 +39,10 @@ DRAWN = {
     "stage0 (the encoder in front of the first stage, 1F1B)": ("system=megatron",),
     "one_f_one_b": ("pipeline=one_f_one_b",),
     "encode_first": ("pipeline=encode_first",),
-    "interleaved, two parts a rank": ("pipeline=interleaved", "layout.llm.vpp=2"),
+    "interleaved, two virtual stages a rank": ("pipeline=interleaved", "layout.llm.vpp=2"),
     "zero_bubble_h1": ("pipeline=zero_bubble_h1",),
     "joint (1F1B)": ("pipeline=joint",),
-    "joint_interleaved, two parts a rank": ("pipeline=joint_interleaved", "layout.llm.vpp=2"),
+    "joint_interleaved, two virtual stages a rank": ("pipeline=joint_interleaved", "layout.llm.vpp=2"),
     "joint_zero_bubble_h1": ("pipeline=joint_zero_bubble_h1",),
     "auto": ("pipeline=auto",),
 }

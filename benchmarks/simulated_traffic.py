@@ -37,7 +37,7 @@ from omni.rehearsal.stand_in_data import use_trace
 from omni.rehearsal.traffic import traffic
 from parallel.costs import Axes, Talk, WorkCost, collectives_ns
 from parallel.transports import node_map, transport_ns
-from parallel.work import Grad, Load, Part, even_load, part_name
+from parallel.work import Grad, Load, Part, even_load, virtual_stage_name
 from pipeline.costs import plan_costs
 from pipeline.ops import Kind, Op
 from pipeline.plan import StepPlan
@@ -94,7 +94,7 @@ def charge_off(spec: RunSpec, work: RankWork, axes: dict[str, Axes]) -> float:
         if op.kind not in (Kind.FORWARD, Kind.BACKWARD, Kind.ENCODE, Kind.ENCODE_BACKWARD):
             continue
         component, part, load = work.of(op)
-        name = part_name(LLM, op.part) if component == LLM else component
+        name = virtual_stage_name(LLM, op.virtual_stage) if component == LLM else component
         load = all_targets(load, part, 2 * spec.config.model.llm.loss_chunk if component == LLM else part.tp)
         if op.kind in (Kind.FORWARD, Kind.ENCODE):
             stated = part.forward(load).collectives

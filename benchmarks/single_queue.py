@@ -36,7 +36,7 @@ SCHEDULES = [policy for policy in EVERY if not (policy.candidates or policy.enco
 
 
 def random_domain(random: Random, tp: int) -> DomainPlan:
-    """A domain of one replica with random work, by a random schedule of those for one part on a rank."""
+    """A domain of one replica with random work, by a random schedule for one virtual stage a rank."""
     stages, num_microbatches = random.randint(2, 8), random.randint(1, 32)
     size = stages * tp
     items = [

@@ -153,7 +153,7 @@ def main() -> None:
         total = arguments.steps + WARMUP + 2
         trainer = make_trainer(folder, total)
         plain = Plain()
-        plain.copy_weights(trainer.rank.stage.parts[0].model)
+        plain.copy_weights(trainer.rank.stage.virtual_stages[0].model)
         decayed = [p for p in plain.parameters() if p.dim() > 1]
         others = [p for p in plain.parameters() if p.dim() <= 1]
         optimizer = torch.optim.AdamW(

@@ -282,8 +282,8 @@ class LLMConfig:
     learn, and nothing else of the LLM.
 
     What of layers is kept for their backward is decided by `recompute`: all, all but what attention makes, or
-    a layer's input alone. With `full`, `offload` layers of each part, from its second on, have their inputs
-    on the host from their forward to their backward.
+    a layer's input alone. With `full`, `offload` layers of each virtual stage, from its second on, have their
+    inputs on the host from their forward to their backward.
 
     What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
     """

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from parallel.cluster import Cluster, Link, Links
 from parallel.laws import FS_PER_NS, Direction, Law, Laws
-from parallel.work import FP32, Collective, Grad, Load, Part, Work, even_load, part_name
+from parallel.work import FP32, Collective, Grad, Load, Part, Work, even_load, virtual_stage_name
 
 # The number of tokens at which costs by token are taken: large, and divisible by usual sizes of tensor
 # parallelism and merge windows, so integer division is exact.
@@ -147,10 +147,10 @@ class WorkCost:
 
 @dataclass(frozen=True)
 class CostTable:
-    """Numbered costs of every part: the parts of the LLM as "llm/0", "llm/1", encoders by name.
+    """Numbered costs of every part: the virtual stages of the LLM as "llm/0", "llm/1", encoders by name.
 
     The number is part of every plan made with it. `components` are in the order of a plan's, and `between` is
-    the link from one part of the LLM to the next: that across nodes, unless given. `issue_ns` is what an op
+    the link from one virtual stage to the next: that across nodes, unless given. `issue_ns` is what an op
     that issues a communication, or waits for one, costs its rank beside the wait.
     """
 
@@ -162,9 +162,9 @@ class CostTable:
     between: Link | None = None
     issue_ns: int = 0
 
-    def llm_part(self, component: int, part: int) -> str:
-        """Return the name of a part of the LLM, which is component number `component`."""
-        return part_name(self.components[component] if self.components else "llm", part)
+    def llm_virtual_stage(self, component: int, number: int) -> str:
+        """Return the name of a virtual stage of the LLM, which is component number `component`."""
+        return virtual_stage_name(self.components[component] if self.components else "llm", number)
 
     @cached_property
     def learnt(self) -> tuple[tuple[str, Laws], ...]:
@@ -177,7 +177,7 @@ class CostTable:
         return replace(self, number=number, parts=parts)
 
     def message_ns(self, rows: int) -> int:
-        """Nanoseconds to hand `rows` activations of the LLM's width from one part to the next."""
+        """Nanoseconds to hand `rows` activations of the LLM's width from one virtual stage to the next."""
         return (self.between or self.links.across).message_ns(rows * self.row_bytes)
 
 

@@ -172,13 +172,13 @@ class Layout:
         return self.tp * self.cp * self.dp * self.pp
 
     @property
-    def num_parts(self) -> int:
-        """Parts of the LLM on all stages."""
+    def num_virtual_stages(self) -> int:
+        """Virtual stages of the LLM, on all stages of the pipeline."""
         return self.pp * self.vpp
 
     def holds(self, stage: int) -> range:
-        """Return the numbers of the parts that a stage holds."""
-        return range(stage, self.num_parts, self.pp)
+        """Return the numbers of the virtual stages that a stage of the pipeline holds."""
+        return range(stage, self.num_virtual_stages, self.pp)
 
     def describe(self) -> str:
         """Return the layout in one word, such as "dp2·pp2"."""
@@ -243,12 +243,12 @@ class Arrangement:
 
     @property
     def llm_size(self) -> int:
-        """Ranks of a domain that hold a part of the LLM."""
+        """Ranks of a domain that hold a stage of the LLM."""
         return self.stage_size * self.llm.pp
 
     @property
-    def stage_parts(self) -> tuple[tuple[int, ...], ...]:
-        """The parts of the LLM that each stage of the pipeline holds."""
+    def virtual_stages_by_stage(self) -> tuple[tuple[int, ...], ...]:
+        """The virtual stages that each stage of the pipeline holds."""
         return tuple(tuple(self.llm.holds(stage)) for stage in range(self.llm.pp))
 
     @property

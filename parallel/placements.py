@@ -10,7 +10,7 @@ from parallel.policy import Policy
 @dataclass(frozen=True)
 class DomainSizes:
     """How many ranks a domain has: `stages` stages of the LLM of `stage_size` each, one after the other,
-    then `beside` that hold no part of the LLM.
+    then `beside` that hold no stage of the LLM.
     """
 
     stages: int
@@ -19,7 +19,7 @@ class DomainSizes:
 
     @property
     def llm_size(self) -> int:
-        """Ranks that hold a part of the LLM."""
+        """Ranks that hold a stage of the LLM."""
         return self.stages * self.stage_size
 
     @property

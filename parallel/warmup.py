@@ -53,7 +53,7 @@ class Warmed:
 
 def warm_up(groups: Groups, device: torch.device, *, wraps: bool) -> Warmed:
     """Use all communicators of this rank once; every rank calls it, while it does nothing else. With `wraps`
-    the last stage hands on to the first, as where a rank holds several parts of the LLM.
+    the last stage hands on to the first, as where a rank holds several virtual stages.
 
     Raises:
         StallError: naming the group, if a rank of it does not answer in time.

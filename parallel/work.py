@@ -1,8 +1,9 @@
 """The vocabulary in which a part says once what its work takes, and from which everything else follows.
 
-A part (a stage of the LLM, an encoder) states, for what an op processes on one rank (`Load`), what a forward
-and a backward take (`Work`): FLOPs, bytes of memory traffic, collectives, memory. The cost table, MFU, the
-simulator, the model of memory and bytes, the verifier's memory rule and `omni layout show` are read off it.
+A part (a virtual stage of the LLM, an encoder) states, for what an op processes on one rank (`Load`), what a
+forward and a backward take (`Work`): FLOPs, bytes of memory traffic, collectives, memory. The cost table,
+MFU, the simulator, the model of memory and bytes, the verifier's memory rule and `omni layout show` are read
+off it.
 
 All sizes are bytes unless they are called elements. Bytes of collectives are those that one rank sends to
 others, over n ranks counted as rings: all-gather and reduce-scatter (n - 1) shards, all-reduce twice that
@@ -22,8 +23,8 @@ INDEX = 8  # bytes
 INT32 = 4  # bytes
 
 
-def part_name(llm: str, number: int) -> str:
-    """Return the name of a part of the LLM among all parts, such as "llm/0"; encoders are one part each."""
+def virtual_stage_name(llm: str, number: int) -> str:
+    """Return the name of a virtual stage among all parts, such as "llm/0"; encoders are one part each."""
     return f"{llm}/{number}"
 
 

@@ -44,27 +44,28 @@ class Anchor(Protocol):
 
 
 class Stage(Protocol):
-    """The parts of the LLM on this rank, by their number in the model."""
+    """The virtual stages of the LLM on this rank, by their number in the model."""
 
     def embed(self, inputs: Any) -> torch.Tensor:
-        """With the first part: the embedding of this rank's tokens of a microbatch, [T, D]."""
+        """With the first virtual stage: the embedding of this rank's tokens of a microbatch, [T, D]."""
         ...
 
     def forward(
         self,
-        part: int,
+        virtual_stage: int,
         inputs: Any,
         hidden: torch.Tensor,
         entering: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """Hidden states [T, D] → [T, D], or with the last part what `inputs` asks for. `entering` holds, by
-        attach point of the part other than the embedding, tokens [R] and the rows [R, D] added to theirs.
+        """Hidden states [T, D] → [T, D], or with the last virtual stage what `inputs` asks for. `entering`
+        holds, by attach point of this one other than the embedding, tokens [R] and the rows [R, D] added to
+        theirs.
         """
         ...
 
     def loss(self, inputs: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """With the last part: the summed loss to go backward from, and the sums to report, [2 · sources] in
-        fp64.
+        """With the last virtual stage: the summed loss to go backward from, and the sums to report in fp64,
+        [2 · sources].
         """
         ...
 
@@ -72,8 +73,8 @@ class Stage(Protocol):
         """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 
-    def closing(self, part: int, behind: Behind) -> AbstractContextManager[None]:
-        """A backward of a part runs inside the block: see `Anchor`."""
+    def closing(self, virtual_stage: int, behind: Behind) -> AbstractContextManager[None]:
+        """A backward of a virtual stage runs inside the block: see `Anchor`."""
         ...
 
     def settle(self) -> None:

@@ -88,12 +88,12 @@ class Channels:
         return self.channel((kind,), self.domain.teams)
 
     def reduction(self, op: Op) -> Channel:
-        """The channel of a REDUCE: the teams that hold its part."""
+        """The channel of a REDUCE: the teams that hold what it reduces."""
         return self.channel(self.name_of(op), self.domain.reducing(op), self.reducing)
 
     def name_of(self, op: Op) -> Name:
         """The name of the channel of a REDUCE; names are in the order of the plan's reductions."""
-        return Kind.REDUCE, self.places.get((op.index, op.part), -1), op.index, op.part
+        return Kind.REDUCE, self.places.get((op.index, op.virtual_stage), -1), op.index, op.virtual_stage
 
     def compute(self, op: Op, team: int) -> Channel | None:
         """The channel of the layers of a compute op, None if they do not communicate."""
@@ -111,10 +111,10 @@ class Channels:
         return self.channel((first, last), range(first, last + 1))
 
     def message(self, op: Op, team: int) -> tuple[Channel, int]:
-        """The channel of a message, and the part that sends it: of an output, the one below; of a gradient,
-        the one above.
+        """The channel of a message, and the virtual stage that sends it: of an output, the one below; of a
+        gradient, the one above.
         """
-        key = (team, op.kind, op.part)
+        key = (team, op.kind, op.virtual_stage)
         found = self.messages.get(key)
         if found is None:
             size = self.domain.team
@@ -122,5 +122,5 @@ class Channels:
             forward = op.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
             shift = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(op.kind, 0)
             channel = self.channel(("activation" if forward else "gradient", *teams), teams)
-            found = self.messages[key] = channel, op.part + shift
+            found = self.messages[key] = channel, op.virtual_stage + shift
         return found

@@ -62,8 +62,8 @@ def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> C
     """
     arrived: list[dict[str, int]] = [{} for _ in domain.teams]
     now = [0] * len(arrived)
-    for number, part in sorted(domain.reductions, key=lambda at: (at[0] == domain.llm, at)):
-        op = Op(Kind.REDUCE, number, part=part)
+    for number, virtual_stage in sorted(domain.reductions, key=lambda at: (at[0] == domain.llm, at)):
+        op = Op(Kind.REDUCE, number, virtual_stage=virtual_stage)
         name, _ = part_of(domain, table, 0, op)
         for team in domain.reducing(op):
             now[team] += table.parts[name].gather_ns
@@ -71,7 +71,11 @@ def arrivals(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) -> C
 
     def arrival(rank: int, op: Op) -> int:
         of_llm = op.kind is Kind.FORWARD
-        name = table.llm_part(domain.llm, op.part) if of_llm else domain.encoder_batches[op.index].component
+        name = (
+            table.llm_virtual_stage(domain.llm, op.virtual_stage)
+            if of_llm
+            else domain.encoder_batches[op.index].component
+        )
         ns = arrived[rank // domain.team].get(name, 0)
         return ns and ns - table.parts[name].gathered_behind_ns(compute_ns(rank, op))
 
@@ -94,7 +98,7 @@ def begun_before(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) 
     def before(rank: int, op: Op) -> int:
         team, last = rank // domain.team, op
         if op.kind is Kind.REDUCE:
-            found = of_team(team).get((op.index, op.part))
+            found = of_team(team).get((op.index, op.virtual_stage))
             if found is None:
                 return 0
             last = found
@@ -104,7 +108,7 @@ def begun_before(domain: DomainPlan, table: CostTable, compute_ns: ComputeCost) 
         assert share is not None
         # What layers tell each other takes the same links.
         alone_ns = compute_ns(rank, last) - _talk_ns(table.parts[name], share, last.grad)
-        if op.kind is Kind.REDUCE and made_by(domain, table.components, last) == (op.index, op.part):
+        if op.kind is Kind.REDUCE and made_by(domain, table.components, last) == (op.index, op.virtual_stage):
             return table.parts[name].reduced_behind_ns(alone_ns)
         return table.parts[name].behind_layers_ns(alone_ns)
 
@@ -155,10 +159,11 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
     reduction the part alone.
     """
     if op.kind in (Kind.FORWARD, Kind.BACKWARD):
-        return table.llm_part(domain.llm, op.part), domain.microbatches[op.index].share(domain.cp_rank(rank))
+        share = domain.microbatches[op.index].share(domain.cp_rank(rank))
+        return table.llm_virtual_stage(domain.llm, op.virtual_stage), share
     if op.kind is Kind.REDUCE:
         if op.index == domain.llm:
-            return table.llm_part(domain.llm, op.part), None
+            return table.llm_virtual_stage(domain.llm, op.virtual_stage), None
         return table.components[op.index], None
     batch = domain.encoder_batches[op.index]
     return batch.component, batch.share(rank)
@@ -168,8 +173,8 @@ def part_of(domain: DomainPlan, table: CostTable, rank: int, op: Op) -> tuple[st
 class SimulatedSpent:
     """What a domain rank spends a simulated step with: nanoseconds of compute, of collectives inside layers,
     of waiting for updated weights, of standing by while gradients are reduced, while rows travel
-    (`boundary_ns`) and while messages between parts do, of issuing and taking in all that, and of idling
-    until other ranks come.
+    (`boundary_ns`) and while messages between virtual stages do, of issuing and taking in all that, and of
+    idling until other ranks come.
     """
 
     compute_ns: int

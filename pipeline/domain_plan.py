@@ -69,12 +69,12 @@ class PlannedItem:
 
 @dataclass(frozen=True)
 class Point:
-    """An attach point of the LLM, where rows enter: before a layer of `part`; `place` counts the points of
-    that part.
+    """An attach point of the LLM, where rows enter: before a layer of a virtual stage; `place` counts the
+    points of that one.
     """
 
     name: str
-    part: int
+    virtual_stage: int
     place: int
 
 
@@ -192,18 +192,18 @@ class DomainPlan:
     """The work of one domain, over its domain ranks: those of the LLM, stage by stage, then encoders'.
 
     `team` neighbouring ranks share one op list, because they share every layer that they run: the ops of
-    domain rank r are `ops[r // team]`. `holds` are the parts of the LLM that the ranks of each team hold,
-    () beside it: from this table follow the neighbours that messages go to. A stage has `pool` cp ranks of
-    `tp` ranks. `collective_group` neighbouring ranks of a stage communicate inside layers, so they run the
+    domain rank r are `ops[r // team]`. `holds` are the virtual stages of the LLM that the ranks of each team
+    hold, () beside it: from this table follow the neighbours that messages go to. A stage has `pool` cp ranks
+    of `tp` ranks. `collective_group` neighbouring ranks of a stage communicate inside layers, so they run the
     passes of a microbatch together. `llm` is the number of the LLM among the components of the plan; `homes`
     are, for each of them, the neighbouring ranks that it lives on: the first, and the one after the last, as
-    in `Arrangement.home`. `routes[m]` is None for a microbatch without items: nobody ships anything
-    for it. Gradients are reduced in the order of `reductions`, pairs of a component's number and a part of
-    it. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a domain rank may hold at
-    once. `feeds` name the attach points of components whose rows enter elsewhere than at the embedding alone.
-    `schedule` names who placed the ops, in so many `rounds`: of a schedule with candidates, the one that was
-    chosen. `costliest`
-    is, for reports, the costliest sample: its planned nanoseconds and its number in the step.
+    in `Arrangement.home`. `routes[m]` is None for a microbatch without items: nobody ships anything for it.
+    Gradients are reduced in the order of `reductions`, pairs of a component's number and its virtual stage, 0
+    of an encoder. `bounds` are, by part ("llm/0", "image"), the bytes of activations that a domain rank may
+    hold at once. `feeds` name the attach points of components whose rows enter elsewhere than at the
+    embedding alone. `schedule` names who placed the ops, in so many `rounds`: of a schedule with candidates,
+    the one that was chosen. `costliest` is, for reports, the costliest sample: its planned nanoseconds and
+    its number in the step.
     """
 
     team: int
@@ -248,8 +248,8 @@ class DomainPlan:
 
     @cached_property
     def llm_size(self) -> int:
-        """Ranks that hold a part of the LLM: those before the others."""
-        return sum(1 for parts in self.holds if parts) * self.team
+        """Ranks that hold a virtual stage of the LLM: those before the others."""
+        return sum(1 for held in self.holds if held) * self.team
 
     @property
     def num_stages(self) -> int:
@@ -257,16 +257,16 @@ class DomainPlan:
         return self.llm_size // self.stage_size
 
     @cached_property
-    def num_parts(self) -> int:
-        """Parts of the LLM."""
-        return 1 + max((part for parts in self.holds for part in parts), default=-1)
+    def num_virtual_stages(self) -> int:
+        """Virtual stages of the LLM."""
+        return 1 + max((number for held in self.holds for number in held), default=-1)
 
     @cached_property
     def _holders(self) -> tuple[tuple[int, ...], ...]:
-        """The first ranks of the teams that hold each part, in order."""
+        """The first ranks of the teams that hold each virtual stage, in order."""
         return tuple(
-            tuple(t * self.team for t, parts in enumerate(self.holds) if part in parts)
-            for part in range(self.num_parts)
+            tuple(t * self.team for t, held in enumerate(self.holds) if number in held)
+            for number in range(self.num_virtual_stages)
         )
 
     @cached_property
@@ -286,29 +286,30 @@ class DomainPlan:
         """Return the op list of a domain rank."""
         return self.ops[rank // self.team]
 
-    def parts(self, rank: int) -> tuple[int, ...]:
-        """Return the parts of the LLM that a domain rank holds, none beside it."""
+    def virtual_stages(self, rank: int) -> tuple[int, ...]:
+        """Return the virtual stages of the LLM that a domain rank holds, none beside it."""
         return self.holds[rank // self.team]
 
-    def holder(self, part: int, rank: int) -> int:
-        """Return the domain rank that holds `part` where `rank`, one of the LLM's, holds its own parts."""
-        place = self._holders[self.parts(rank)[0]].index(rank - rank % self.team)
-        return self._holders[part][place] + rank % self.team
+    def holder(self, virtual_stage: int, rank: int) -> int:
+        """Return the domain rank that holds a virtual stage where `rank`, one of the LLM's, holds its own."""
+        place = self._holders[self.virtual_stages(rank)[0]].index(rank - rank % self.team)
+        return self._holders[virtual_stage][place] + rank % self.team
 
     def sender(self, op: Op, rank: int) -> tuple[int, int]:
         """Return the domain ranks that a message goes from and to; `rank` runs `op`, one end of it."""
         other = {
-            Kind.SEND_FORWARD: op.part + 1,
-            Kind.RECV_FORWARD: op.part - 1,
-            Kind.SEND_BACKWARD: op.part - 1,
-            Kind.RECV_BACKWARD: op.part + 1,
+            Kind.SEND_FORWARD: op.virtual_stage + 1,
+            Kind.RECV_FORWARD: op.virtual_stage - 1,
+            Kind.SEND_BACKWARD: op.virtual_stage - 1,
+            Kind.RECV_BACKWARD: op.virtual_stage + 1,
         }[op.kind]
         peer = self.holder(other, rank)
         return (rank, peer) if op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD) else (peer, rank)
 
-    def hands_on(self, part: int, rank: int) -> bool:
-        """Whether the output of `part`, held by `rank`, goes to another domain rank."""
-        return part + 1 < self.num_parts and part + 1 not in self.parts(rank)
+    def hands_on(self, virtual_stage: int, rank: int) -> bool:
+        """Whether the output of a virtual stage, held by `rank`, goes to another domain rank."""
+        after = virtual_stage + 1
+        return after < self.num_virtual_stages and after not in self.virtual_stages(rank)
 
     def stage(self, rank: int) -> int | None:
         """Return the stage of a domain rank, None for one beside the LLM."""
@@ -319,12 +320,12 @@ class DomainPlan:
         return rank % self.stage_size // self.tp
 
     def is_first(self, rank: int) -> bool:
-        """Whether a domain rank holds the first part."""
-        return 0 in self.parts(rank)
+        """Whether a domain rank holds the first virtual stage."""
+        return 0 in self.virtual_stages(rank)
 
     def is_last(self, rank: int) -> bool:
-        """Whether a domain rank holds the last part."""
-        return self.num_parts - 1 in self.parts(rank)
+        """Whether a domain rank holds the last virtual stage."""
+        return self.num_virtual_stages - 1 in self.virtual_stages(rank)
 
     def fed_by(self, component: str) -> tuple[Point, ...]:
         """Return the attach points that a component puts out rows for, in the order of its rows."""
@@ -336,9 +337,9 @@ class DomainPlan:
 
     @cached_property
     def all_points(self) -> tuple[Point, ...]:
-        """The attach points that rows may enter at, by part and place."""
+        """The attach points that rows may enter at, by virtual stage and place."""
         fed = {point for _, points in self.feeds for point in points} | {EMBEDDING}
-        return tuple(sorted(fed, key=lambda point: (point.part, point.place)))
+        return tuple(sorted(fed, key=lambda point: (point.virtual_stage, point.place)))
 
     @cached_property
     def encoder_batches_of(self) -> tuple[tuple[int, ...], ...]:
@@ -356,13 +357,13 @@ class DomainPlan:
         return tuple(c for c in self.encoder_batches_of[microbatch] if rank in self.encoder_batches[c].ranks)
 
     def points(self, rank: int) -> tuple[Point, ...]:
-        """Return the attach points of the parts that a domain rank holds, by part and place."""
-        return tuple(point for point in self.all_points if point.part in self.parts(rank))
+        """Return the attach points of the virtual stages that a domain rank holds, stage by stage."""
+        return tuple(point for point in self.all_points if point.virtual_stage in self.virtual_stages(rank))
 
-    def parts_with_rows(self, rank: int) -> tuple[int, ...]:
-        """Return those parts of a domain rank that rows may enter."""
-        fed = {point.part for point in self.all_points}
-        return tuple(part for part in self.parts(rank) if part in fed)
+    def virtual_stages_with_rows(self, rank: int) -> tuple[int, ...]:
+        """Return those virtual stages of a domain rank that rows may enter."""
+        fed = {point.virtual_stage for point in self.all_points}
+        return tuple(number for number in self.virtual_stages(rank) if number in fed)
 
     def reports(self, rank: int) -> bool:
         """Whether a domain rank reports losses: the first of the tp ranks, which all compute the same."""
@@ -377,9 +378,9 @@ class DomainPlan:
         return range(first, first + self.collective_group)
 
     def reducing(self, op: Op) -> tuple[int, ...]:
-        """Return the teams whose gradients a REDUCE sums: those of this domain that hold its part."""
+        """Return the teams whose gradients a REDUCE sums: those of this domain that hold what it reduces."""
         if op.index == self.llm:
-            return tuple(rank // self.team for rank in self._holders[op.part])
+            return tuple(rank // self.team for rank in self._holders[op.virtual_stage])
         first, stop = self.homes[op.index]
         return self.teams[first // self.team : stop // self.team]
 

@@ -56,11 +56,11 @@ class StepResult:
 class Engine:
     """Runs the op lists of one rank of one domain.
 
-    `ranks` are the global ranks of the domain by domain rank, and `domain_rank` is this rank's.
-    `stage` is None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations.
-    `reductions` are by number of the component and part. `arrivals`, by the same numbers, wait for the
-    updated weights that a forward begins with, and say whether any were still on their way. `on_op` hears of
-    every op before it runs, so that a watchdog can say where a rank stands.
+    `ranks` are the global ranks of the domain by domain rank, and `domain_rank` is this rank's. `stage` is
+    None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations. `reductions` are by
+    number of the component and virtual stage. `arrivals`, by the same numbers, wait for the updated weights
+    that a forward begins with, and say whether any were still on their way. `on_op` hears of every op before
+    it runs, so that a watchdog can say where a rank stands.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class _RunningStep:
         self.domain = domain = plan.domain
         self.inputs = inputs
         self.domain_rank = engine.domain_rank
-        self.with_rows = domain.parts_with_rows(engine.domain_rank)
+        self.with_rows = domain.virtual_stages_with_rows(engine.domain_rank)
         fronts = partial(in_front, domain, plan.components)
         self.closing = closing(domain, engine.domain_rank // domain.team, fronts)
         self.llm_learns = plan.trains(plan.components[domain.llm])
@@ -137,9 +137,9 @@ class _RunningStep:
         self.encoded: dict[int, torch.Tensor] = {}
         self.row_grads: dict[int, torch.Tensor] = {}
         self.unshipped: dict[int, int] = {}
-        # By microbatch: rows that arrived, with the number of parts that they have yet to pass.
+        # By microbatch: rows that arrived, with the number of virtual stages that they have yet to pass.
         self.shipped: dict[int, tuple[torch.Tensor, int]] = {}
-        # By kind, microbatch and part.
+        # By kind, microbatch and virtual stage.
         self.inbox: dict[tuple[Kind, int, int], torch.Tensor] = {}
         self.outbox: dict[tuple[Kind, int, int], torch.Tensor] = {}
         self.flights: dict[tuple[Kind, int, int], Any] = {}
@@ -161,15 +161,15 @@ class _RunningStep:
         }
 
     def held(self, op: Op) -> tuple[int, int]:
-        """The numbers of the component and of the part whose weights a forward takes."""
+        """The numbers of the component and of the virtual stage whose weights a forward takes."""
         if op.kind is Kind.FORWARD:
-            return self.domain.llm, op.part
+            return self.domain.llm, op.virtual_stage
         return self.plan.components.index(self.domain.encoder_batches[op.index].component), 0
 
     def do(self, op: Op) -> None:
         if op.grad is Grad.WEIGHT and op.kind in BACKWARDS:
             with self.closes(op):
-                self.pending.pop((op.kind, op.index, op.part)).run()
+                self.pending.pop((op.kind, op.index, op.virtual_stage)).run()
         else:
             self.handlers[op.kind](op)
         if op.kind is Kind.BACKWARD:
@@ -202,14 +202,14 @@ class _RunningStep:
     ) -> None:
         """Run a backward, of which the gradients of weights may be put off."""
         if not output.requires_grad:
-            return  # a frozen first part that took in nothing that trains
+            return  # a frozen first virtual stage that took in nothing that trains
         if op.grad is Grad.BOTH:
             torch.autograd.backward(output, grad)
         else:
             with module.weights_later() as pending:
                 torch.autograd.backward(output, grad)
             if self.learns(op):
-                self.pending[op.kind, op.index, op.part] = pending
+                self.pending[op.kind, op.index, op.virtual_stage] = pending
 
     def learns(self, op: Op) -> bool:
         """Whether what a backward goes through has weights that train, whose gradients a later op makes."""
@@ -248,7 +248,7 @@ class _RunningStep:
         grads = self.no_rows()
         if self.with_rows:
             rows, left = self.shipped.pop(op.index)
-            assert not left, f"{left} parts have not taken the rows of microbatch {op.index}"
+            assert not left, f"{left} virtual stages have not taken the rows of microbatch {op.index}"
             assert rows.grad is not None or not len(rows), "rows took no part in the loss"
             grads = rows.detach() if rows.grad is None else rows.grad
         ends, lane = self.ends(op.index).transpose(), self.engine.lanes[Kind.RETURN]
@@ -271,26 +271,28 @@ class _RunningStep:
     # The pipeline of the LLM.
 
     def forward(self, op: Op) -> None:
-        m, part = op.index, op.part
+        m, virtual_stage = op.index, op.virtual_stage
         stage, inputs = self.engine.stage, self.inputs.microbatches[m]
         assert stage is not None, "a rank beside the LLM runs no pass of it"
         received = None
-        if part == 0:
+        if virtual_stage == 0:
             hidden = stage.embed(inputs)
         else:
-            received = self.inbox.pop((Kind.RECV_FORWARD, m, part)).requires_grad_(self.plan.train)
+            received = self.inbox.pop((Kind.RECV_FORWARD, m, virtual_stage)).requires_grad_(self.plan.train)
             hidden = received
         entering: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        if part in self.with_rows and m in self.shipped:
-            hidden, entering = self.enter(m, part, hidden)
-        if part == 0 and not hidden.requires_grad and (m in self.returned or self.llm_learns):
+        if virtual_stage in self.with_rows and m in self.shipped:
+            hidden, entering = self.enter(m, virtual_stage, hidden)
+        if virtual_stage == 0 and not hidden.requires_grad and (m in self.returned or self.llm_learns):
             # The embedding is frozen. The plan says that gradients come back to this pass, so every rank that
             # shares its layers or sequences goes back, also one whose own tokens took in no row. And layers
             # that are computed anew find the weights in them that learn only if their input has a gradient.
             hidden.requires_grad_()
-        output = stage.forward(part, inputs, hidden, entering)
-        if part < self.domain.num_parts - 1:
-            self.hand_on(Kind.SEND_FORWARD, Kind.RECV_FORWARD, m, part, part + 1, output.detach())
+        output = stage.forward(virtual_stage, inputs, hidden, entering)
+        if virtual_stage < self.domain.num_virtual_stages - 1:
+            self.hand_on(
+                Kind.SEND_FORWARD, Kind.RECV_FORWARD, m, virtual_stage, virtual_stage + 1, output.detach()
+            )
         elif not self.plan.train:
             self.result.outputs[m] = output
         else:
@@ -298,17 +300,19 @@ class _RunningStep:
             output, sums = stage.loss(inputs, output)
             self.result.sums = sums if self.result.sums is None else self.result.sums + sums
         if self.plan.train:
-            self.passes[m, part] = (received, output)
+            self.passes[m, virtual_stage] = (received, output)
 
-    def hand_on(self, send: Kind, receive: Kind, m: int, part: int, other: int, tensor: torch.Tensor) -> None:
-        """Leave what `part` made for `other`: at once if on this rank, else for the op that sends it."""
-        if other in self.domain.parts(self.domain_rank):
+    def hand_on(
+        self, send: Kind, receive: Kind, m: int, virtual_stage: int, other: int, tensor: torch.Tensor
+    ) -> None:
+        """Leave what one virtual stage made for another, on this rank or for the op that sends it."""
+        if other in self.domain.virtual_stages(self.domain_rank):
             self.inbox[receive, m, other] = tensor
         else:
-            self.outbox[send, m, part] = tensor
+            self.outbox[send, m, virtual_stage] = tensor
 
     def enter(
-        self, m: int, part: int, hidden: torch.Tensor
+        self, m: int, virtual_stage: int, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, tuple[torch.Tensor, torch.Tensor]]]:
         """Put rows in the place of embeddings. Returns the result, and for each attach point further on the
         tokens and the rows that enter there.
@@ -318,7 +322,7 @@ class _RunningStep:
         rows.requires_grad_(m in self.returned)
         for number, select, tokens in self.ends(m).landings:
             point = self.domain.all_points[number]
-            if point.part != part:
+            if point.virtual_stage != virtual_stage:
                 continue
             own = rows if select is None else gather_rows(rows, select)
             if point == EMBEDDING:
@@ -332,15 +336,18 @@ class _RunningStep:
         return hidden, entering
 
     def backward(self, op: Op) -> None:
-        m, part, stage = op.index, op.part, self.engine.stage
+        m, virtual_stage, stage = op.index, op.virtual_stage, self.engine.stage
         assert stage is not None
-        received, output = self.passes.pop((m, part))
-        grad = None if part == self.domain.num_parts - 1 else self.inbox.pop((Kind.RECV_BACKWARD, m, part))
+        received, output = self.passes.pop((m, virtual_stage))
+        is_last = virtual_stage == self.domain.num_virtual_stages - 1
+        grad = None if is_last else self.inbox.pop((Kind.RECV_BACKWARD, m, virtual_stage))
         with self.closes(op):
             self.go_back(op, stage, output, grad)
         if received is not None:
             assert received.grad is not None
-            self.hand_on(Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, m, part, part - 1, received.grad)
+            self.hand_on(
+                Kind.SEND_BACKWARD, Kind.RECV_BACKWARD, m, virtual_stage, virtual_stage - 1, received.grad
+            )
 
     def closes(self, op: Op) -> AbstractContextManager[None]:
         """Around a backward behind which reductions begin."""
@@ -353,7 +360,7 @@ class _RunningStep:
         if op.kind is Kind.ENCODE_BACKWARD:
             return self.engine.anchors[self.domain.encoder_batches[op.index].component].closing(behind)
         assert self.engine.stage is not None
-        return self.engine.stage.closing(op.part, behind)
+        return self.engine.stage.closing(op.virtual_stage, behind)
 
     # Communication.
 
@@ -367,7 +374,7 @@ class _RunningStep:
         return groups.forward if kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD) else groups.backward
 
     def send(self, op: Op) -> None:
-        key = (op.kind, op.index, op.part)
+        key = (op.kind, op.index, op.virtual_stage)
         self.flights[key] = dist.isend(self.outbox[key], self.peer(op), group=self.group(op.kind))
 
     def receive(self, op: Op) -> None:
@@ -375,25 +382,26 @@ class _RunningStep:
         layout = domain.microbatches[op.index].layout
         tokens = layout.padded_tokens(domain.cp_rank(self.domain_rank), domain.tp) // domain.tp
         buffer = torch.empty(tokens, engine.width, dtype=engine.dtype, device=engine.device)
-        key = (op.kind, op.index, op.part)
+        key = (op.kind, op.index, op.virtual_stage)
         self.inbox[key] = buffer
         self.flights[key] = dist.irecv(buffer, self.peer(op), group=self.group(op.kind))
 
     def reduce(self, op: Op) -> None:
-        self.flights[op.kind, op.index, op.part] = self.engine.reductions[op.index, op.part].begin()
+        begun = self.engine.reductions[op.index, op.virtual_stage].begin()
+        self.flights[op.kind, op.index, op.virtual_stage] = begun
 
     def wait(self, op: Op) -> None:
         kind, m = op.on, op.index
         assert kind is not None
-        flight = self.flights.pop((kind, m, op.part))
+        flight = self.flights.pop((kind, m, op.virtual_stage))
         if kind is Kind.REDUCE:
             flight()
             return
         work = flight.work if isinstance(flight, Shipment) else flight
         if work is not None:
-            self.wait_for(work, Op(kind, m, part=op.part))
+            self.wait_for(work, Op(kind, m, virtual_stage=op.virtual_stage))
         if kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-            del self.outbox[kind, m, op.part]
+            del self.outbox[kind, m, op.virtual_stage]
         elif kind is Kind.SHIP and self.with_rows:
             self.shipped[m] = flight.rows, len(self.with_rows)
         elif kind is Kind.RETURN:
@@ -409,7 +417,7 @@ class _RunningStep:
             if not is_communication(error):
                 raise
             peers = self.engine.ranks if op.kind in COLLECTIVE else (self.peer(op),)
-            where = f"{Op(Kind.WAIT, op.index, op.kind, op.part)} of step {self.plan.step}"
+            where = f"{Op(Kind.WAIT, op.index, op.kind, op.virtual_stage)} of step {self.plan.step}"
             raise stall(where, peers, self.engine.ranks[self.domain_rank], error) from error
 
     def assert_nothing_left(self) -> None:

@@ -7,8 +7,9 @@
   order in which the first one goes back. A rank beside the LLM has no backward to wait for: it issues each
   return with its shipment, or ranks that it shares the domain with would wait for it to go back itself.
 - A send is waited for once something has come back that its receiver made after using it, else at the end. So
-  no send waits for its receive: where parts interleave, ranks that send to each other in a circle would hang.
-- A part hands on to another part of its own rank without a message.
+  no send waits for its receive: where virtual stages interleave, ranks that send to each other in a circle
+  would hang.
+- A virtual stage hands on to another virtual stage of its own rank without a message.
 - A reduction is issued where it stands and waited for at the end. The LLM's that follows a backward comes in
   front of what that sends, as it begins behind the backward. Gradients of weights stay where they stand.
 """
@@ -32,7 +33,9 @@ def expand(order: list[list[Op]], domain: DomainPlan) -> list[list[Op]]:
         if op.kind is Kind.ENCODE_BACKWARD
         for m in domain.encoder_batches[op.index].microbatches
     }
-    went_back = (op for op in order[0] if op.kind is Kind.BACKWARD and op.makes_input and op.part == 0)
+    went_back = (
+        op for op in order[0] if op.kind is Kind.BACKWARD and op.makes_input and op.virtual_stage == 0
+    )
     returns = [op.index for op in went_back if op.index in returned]
     places = [_places(ops) for ops in order]
     made: dict[_Fields, Op] = {}
@@ -43,7 +46,7 @@ def _places(order: list[Op]) -> dict[_Flight, int]:
     """Where a team's passes stand in its order, of split backwards the half that makes what goes on."""
     passes = (Kind.FORWARD, Kind.BACKWARD)
     return {
-        (op.kind, op.index, op.part): at
+        (op.kind, op.index, op.virtual_stage): at
         for at, op in enumerate(order)
         if op.kind in passes and op.makes_input
     }
@@ -64,22 +67,26 @@ class _Expanded:
         self.domain, self.order, self.places = domain, deque(order), places
         self.made = made  # teams share the ops that are equal
         self.rank = team * domain.team
-        self.parts = domain.holds[team]
-        self.takes_rows = bool(domain.parts_with_rows(self.rank))
+        self.virtual_stages = domain.holds[team]
+        self.takes_rows = bool(domain.virtual_stages_with_rows(self.rank))
         self.out: list[Op] = []
         self.unwaited: dict[_Flight, None] = {}
         # Sends that are not waited for, by the team they go to, with where this team uses them.
         self.sending: dict[int, list[tuple[int, _Flight]]] = defaultdict(list)
         self.receives = {
             Kind.RECV_FORWARD: deque(
-                (op.index, op.part)
+                (op.index, op.virtual_stage)
                 for op in order
-                if op.kind is Kind.FORWARD and op.part and op.part - 1 not in self.parts
+                if op.kind is Kind.FORWARD
+                and op.virtual_stage
+                and op.virtual_stage - 1 not in self.virtual_stages
             ),
             Kind.RECV_BACKWARD: deque(
-                (op.index, op.part)
+                (op.index, op.virtual_stage)
                 for op in order
-                if op.kind is Kind.BACKWARD and op.makes_input and domain.hands_on(op.part, self.rank)
+                if op.kind is Kind.BACKWARD
+                and op.makes_input
+                and domain.hands_on(op.virtual_stage, self.rank)
             ),
         }
         # What keeps a microbatch from being shipped or returned: ops of this team that are to come.
@@ -104,7 +111,7 @@ class _Expanded:
             if op.kind is Kind.FORWARD:
                 self.forward(op)
             elif op.kind is Kind.REDUCE:
-                self.issue(op.kind, op.index, op.part)
+                self.issue(op.kind, op.index, op.virtual_stage)
             elif op.kind in BACKWARDS and not op.makes_input:
                 self.run_op(op)
             elif op.kind is Kind.BACKWARD:
@@ -132,30 +139,30 @@ class _Expanded:
         self.run_op(op)
 
     def forward(self, op: Op) -> None:
-        m, part = op.index, op.part
+        m, virtual_stage = op.index, op.virtual_stage
         if self.takes_rows:
             self.wait(Kind.SHIP, m)
-        self.take(Kind.RECV_FORWARD, m, part, (Kind.FORWARD, m, part - 1))
+        self.take(Kind.RECV_FORWARD, m, virtual_stage, (Kind.FORWARD, m, virtual_stage - 1))
         self.run_op(op)
-        if part < self.domain.num_parts - 1 and part + 1 not in self.parts:
-            self.send(Kind.SEND_FORWARD, m, part, (Kind.FORWARD, m, part + 1))
+        if self.domain.hands_on(virtual_stage, self.rank):
+            self.send(Kind.SEND_FORWARD, m, virtual_stage, (Kind.FORWARD, m, virtual_stage + 1))
 
     def backward(self, op: Op) -> None:
-        m, part = op.index, op.part
-        self.take(Kind.RECV_BACKWARD, m, part, (Kind.BACKWARD, m, part + 1))
+        m, virtual_stage = op.index, op.virtual_stage
+        self.take(Kind.RECV_BACKWARD, m, virtual_stage, (Kind.BACKWARD, m, virtual_stage + 1))
         self.run_op(op)
         while self.order and (self.order[0].kind, self.order[0].index) == (Kind.REDUCE, self.domain.llm):
-            self.issue(Kind.REDUCE, self.domain.llm, self.order.popleft().part)
-        if part and part - 1 not in self.parts:
-            self.send(Kind.SEND_BACKWARD, m, part, (Kind.BACKWARD, m, part - 1))
+            self.issue(Kind.REDUCE, self.domain.llm, self.order.popleft().virtual_stage)
+        if virtual_stage and virtual_stage - 1 not in self.virtual_stages:
+            self.send(Kind.SEND_BACKWARD, m, virtual_stage, (Kind.BACKWARD, m, virtual_stage - 1))
         self.unpassed[m] -= 1
         self.return_ready()
 
-    def take(self, kind: Kind, m: int, part: int, made_by: _Flight) -> None:
-        """Wait for what a part receives, if it receives anything, and issue the next receive."""
-        if (kind, m, part) not in self.unwaited:
+    def take(self, kind: Kind, m: int, virtual_stage: int, made_by: _Flight) -> None:
+        """Wait for what a virtual stage receives, if it receives anything, and issue the next receive."""
+        if (kind, m, virtual_stage) not in self.unwaited:
             return
-        self.wait(kind, m, part)
+        self.wait(kind, m, virtual_stage)
         team, at = self.other(made_by)
         for used, flight in self.sending[team]:
             if used <= at:
@@ -169,43 +176,45 @@ class _Expanded:
         return team, self.places[team][compute]
 
     def run_op(self, op: Op) -> None:
-        self.put(op.kind, op.index, op.on, op.part, op.grad)
+        self.put(op.kind, op.index, op.on, op.virtual_stage, op.grad)
 
-    def put(self, kind: Kind, index: int, on: Kind | None, part: int, grad: Grad = Grad.BOTH) -> None:
+    def put(
+        self, kind: Kind, index: int, on: Kind | None, virtual_stage: int, grad: Grad = Grad.BOTH
+    ) -> None:
         """Append an op to the list."""
-        key = kind, index, on, part, grad
+        key = kind, index, on, virtual_stage, grad
         op = self.made.get(key)
         if op is None:
             op = self.made[key] = Op(*key)
         self.out.append(op)
 
-    def issue(self, kind: Kind, m: int, part: int = 0) -> None:
-        self.put(kind, m, None, part)
-        self.unwaited[kind, m, part] = None
+    def issue(self, kind: Kind, m: int, virtual_stage: int = 0) -> None:
+        self.put(kind, m, None, virtual_stage)
+        self.unwaited[kind, m, virtual_stage] = None
 
-    def wait(self, kind: Kind, m: int, part: int = 0) -> None:
-        if (kind, m, part) in self.unwaited:
-            del self.unwaited[kind, m, part]
-            self.put(Kind.WAIT, m, kind, part)
+    def wait(self, kind: Kind, m: int, virtual_stage: int = 0) -> None:
+        if (kind, m, virtual_stage) in self.unwaited:
+            del self.unwaited[kind, m, virtual_stage]
+            self.put(Kind.WAIT, m, kind, virtual_stage)
 
     def receive(self, kind: Kind) -> None:
         if self.receives[kind]:
             self.issue(kind, *self.receives[kind].popleft())
 
-    def send(self, kind: Kind, m: int, part: int, used_by: _Flight) -> None:
-        self.issue(kind, m, part)
+    def send(self, kind: Kind, m: int, virtual_stage: int, used_by: _Flight) -> None:
+        self.issue(kind, m, virtual_stage)
         team, at = self.other(used_by)
-        self.sending[team].append((at, (kind, m, part)))
+        self.sending[team].append((at, (kind, m, virtual_stage)))
 
     def ship_ready(self) -> None:
         while self.ships and not any(self.unencoded[: self.ships[0] + 1]):
             self.issue(Kind.SHIP, self.ships.popleft())
-            if not self.parts:
+            if not self.virtual_stages:
                 self.return_ready()
 
     def return_ready(self) -> None:
         while self.returns and not self.unpassed[self.returns[0]] and self.returns[0] not in self.ships:
             m = self.returns.popleft()
-            if self.parts:
+            if self.virtual_stages:
                 self.wait(Kind.SHIP, m)
             self.issue(Kind.RETURN, m)

@@ -13,7 +13,8 @@ from pipeline.domain_plan import DomainPlan, EncoderBatch, Microbatch
 def pass_load(
     domain: DomainPlan, m: int, domain_rank: int, part: Part, *, losses: bool, messages: bool = True
 ) -> Load:
-    """Load of the pass of microbatch `m` through `part` of the LLM, which computes `losses` or not.
+    """Load of the pass of microbatch `m` through `part`, a virtual stage of the LLM, which computes `losses`
+    or not.
 
     Without `messages` it leaves out what exchanges send: of memory, buffers for a moment.
     """

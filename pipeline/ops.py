@@ -41,27 +41,27 @@ ISSUED = COLLECTIVE | POINT_TO_POINT | {Kind.REDUCE}
 class Op:
     """One action of one rank.
 
-    `index` is an encoder batch for encode ops, a component for REDUCE, else a microbatch. `part` is the part
-    of the LLM that the op works on or serves: SEND_FORWARD sends its output, RECV_FORWARD receives its input,
-    SEND_BACKWARD sends the gradient of its input, RECV_BACKWARD receives that of its output; REDUCE sums its
-    gradients. Encoders have one part, 0. `grad` tells what a backward makes. A WAIT is for the op of kind
-    `on` with the same index and part.
+    `index` is an encoder batch for encode ops, a component for REDUCE, else a microbatch. `virtual_stage` is
+    that of the LLM which the op works on or serves: SEND_FORWARD sends its output, RECV_FORWARD receives its
+    input, SEND_BACKWARD sends the gradient of its input, RECV_BACKWARD receives that of its output; REDUCE
+    sums its gradients. It is 0 for encoders, which are not divided into any. `grad` tells what a backward
+    makes. A WAIT is for the op of kind `on` with the same index and virtual stage.
     """
 
     kind: Kind
     index: int
     on: Kind | None = None
-    part: int = 0
+    virtual_stage: int = 0
     grad: Grad = Grad.BOTH
 
     def __str__(self) -> str:
-        part = f", part {self.part}" if self.part else ""
+        of_llm = f", virtual stage {self.virtual_stage}" if self.virtual_stage else ""
         grad = f", {self.grad}" if self.grad is not Grad.BOTH else ""
-        return f"{self.kind}({self.on + ' ' if self.on else ''}{self.index}{part}{grad})"
+        return f"{self.kind}({self.on + ' ' if self.on else ''}{self.index}{of_llm}{grad})"
 
     @property
     def makes_input(self) -> bool:
-        """Whether a backward makes the gradient that goes on to other parts or ranks."""
+        """Whether a backward makes the gradient that goes on to other virtual stages or ranks."""
         return self.grad is not Grad.WEIGHT
 
     @property

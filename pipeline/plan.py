@@ -11,7 +11,7 @@ of any size:
         items             images, clips, recordings: how large, where their rows belong
         encoder_batches   which ranks of the domain encode which items, as one unit of work
         routes            for each microbatch, which rows travel from which rank to which
-        holds             which ranks hold which parts of the LLM
+        holds             which ranks hold which virtual stages of the LLM
         ops               for each team of ranks, the ordered list of its actions
         bounds            bytes of activations that a domain rank may hold, by part
 

@@ -1,9 +1,10 @@
 """Where reductions of gradients begin: as soon as a team has all gradients that they sum.
 
 A reduction is issued there and waited for at the end of the list, so it hides behind what is left to compute:
-that of the LLM behind the backwards of encoders, that of a rank's last part behind those of its first. Where
-it follows a backward at once, it begins behind that, layer by layer (`closing`); in one queue, where it would
-hold up the layers' own messages otherwise, so does that of the LLM behind the backward of an encoder.
+that of the LLM behind the backwards of encoders, that of a rank's last virtual stage behind those of its
+first. Where it follows a backward at once, it begins behind that, layer by layer (`closing`); in one queue,
+where it would hold up the layers' own messages otherwise, so does that of the LLM behind the backward of an
+encoder.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from pipeline.ops import BACKWARDS, Kind, Op
 
 Order = list[list[Op]]
 Pair = tuple[int, int]
-"""A component's number and a part of it."""
+"""A component's number and its virtual stage, 0 of an encoder."""
 
 
 def with_reductions(order: Order, domain: DomainPlan, components: Sequence[str]) -> Order:
@@ -33,14 +34,14 @@ def _of_team(
     complete = _complete(ops, domain, components)
     place = -1
     added: list[tuple[int, Op]] = []
-    for number, part in domain.reductions:
-        op = Op(Kind.REDUCE, number, part=part)
+    for number, virtual_stage in domain.reductions:
+        op = Op(Kind.REDUCE, number, virtual_stage=virtual_stage)
         if team not in domain.reducing(op):
             continue
         if op in given:
             place = ops.index(op) if op in ops else place
         else:
-            place = max(place, complete.get((number, part), len(ops) - 1))
+            place = max(place, complete.get((number, virtual_stage), len(ops) - 1))
             added.append((place, op))
     out, before = [], 0
     for place, op in added:
@@ -70,9 +71,10 @@ def in_front(domain: DomainPlan, components: Sequence[str], team: int) -> dict[O
     """Return the backwards of a team that REDUCEs follow at once, and what begins to be reduced behind each,
     in the order of the list. `components` are those of the plan.
 
-    A backward's own part begins layer by layer. What stands in front of that is complete before, and begins
-    behind the backward of an encoder that the team runs alone, which no other team can wait for meanwhile:
-    in one queue it would keep rows of others waiting if it began before they went back.
+    The reduction of what a backward makes gradients of begins layer by layer. What stands in front of it is
+    complete before, and begins behind the backward of an encoder that the team runs alone, which no other
+    team can wait for meanwhile: in one queue it would keep rows of others waiting if it began before they
+    went back.
     """
     found: dict[Op, tuple[Pair, ...]] = {}
     ops = domain.ops[team]
@@ -93,14 +95,14 @@ def _reduced_behind(ops: Sequence[Op], at: int) -> list[Pair]:
     run = []
     while at + 1 < len(ops) and ops[at + 1].kind is Kind.REDUCE:
         at += 1
-        run.append((ops[at].index, ops[at].part))
+        run.append((ops[at].index, ops[at].virtual_stage))
     return run
 
 
 def made_by(domain: DomainPlan, components: Sequence[str], op: Op) -> Pair:
     """What a backward makes gradients of."""
     if op.kind is Kind.BACKWARD:
-        return domain.llm, op.part
+        return domain.llm, op.virtual_stage
     return components.index(domain.encoder_batches[op.index].component), 0
 
 
@@ -113,12 +115,12 @@ def runs_alone(domain: DomainPlan, op: Op, team: int) -> bool:
 
 
 def follows_llm(domain: DomainPlan, before: Op, op: Op) -> bool:
-    """Whether an op is the REDUCE of a part of the LLM that the one before it makes last gradients of."""
+    """Whether an op is the REDUCE of a virtual stage whose last gradients the op before it makes."""
     return (
         op.kind is Kind.REDUCE
         and before.kind is Kind.BACKWARD
         and before.makes_weight
-        and (op.index, op.part) == (domain.llm, before.part)
+        and (op.index, op.virtual_stage) == (domain.llm, before.virtual_stage)
     )
 
 
@@ -128,11 +130,11 @@ def _complete(ops: Sequence[Op], domain: DomainPlan, components: Sequence[str]) 
     last: dict[Pair, int] = {}
     for at, op in enumerate(ops):
         if op.kind is Kind.BACKWARD:
-            last[domain.llm, op.part] = at
+            last[domain.llm, op.virtual_stage] = at
         elif op.kind is Kind.ENCODE_BACKWARD:
             last[numbers[domain.encoder_batches[op.index].component], 0] = at
-    # An output that is tied to the embedding of its own rank makes gradients of the first part's weight.
-    first, end = (domain.llm, 0), (domain.llm, domain.num_parts - 1)
+    # An output that is tied to the embedding of its own rank makes gradients of the first one's weight.
+    first, end = (domain.llm, 0), (domain.llm, domain.num_virtual_stages - 1)
     if first in last and end in last:
         last[first] = max(last[first], last[end])
     return last

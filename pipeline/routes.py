@@ -58,9 +58,10 @@ def plan_routes(domain: DomainPlan) -> tuple[Route | None, ...]:
     Raises:
         AssertionError: if rows have no place, or overlap.
     """
-    # By attach point, the domain rank that holds its part for each rank of a stage.
+    # By attach point, the domain rank that holds its virtual stage for each rank of a stage.
     holders = [
-        [domain.holder(point.part, rank) for rank in range(domain.stage_size)] for point in domain.all_points
+        [domain.holder(point.virtual_stage, rank) for rank in range(domain.stage_size)]
+        for point in domain.all_points
     ]
     return tuple(
         _route(domain, m, encoder_batches, holders) if encoder_batches else None

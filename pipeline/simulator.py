@@ -124,15 +124,16 @@ class _Simulation:
         self.single_fifo, self.issue_ns = single_fifo, issue_ns
         self.compute_ns, self.message_ns = compute_ns, message_ns
         self.arrival_ns, self.before_ns = behind
-        self.begun = set[tuple[int, int | str]]()  # teams, with the part of the LLM or the encoder
+        self.begun = set[tuple[int, int | str]]()  # teams, with the virtual stage or the encoder
         self.local = [route is not None and route.is_local for route in domain.routes]
         self.nothing = Transfer((), ())  # a route that leaves no rank is done when it is issued
         self.nothing.done = 0
         self.channels = Channels(domain, single_fifo)
         self.programs = [list(self._program(team)) for team in range(len(domain.ops))]
         before = None
-        for number, part in domain.reductions:
-            channel = self.channels.found.get(self.channels.name_of(Op(Kind.REDUCE, number, part=part)))
+        for number, virtual_stage in domain.reductions:
+            op = Op(Kind.REDUCE, number, virtual_stage=virtual_stage)
+            channel = self.channels.found.get(self.channels.name_of(op))
             if channel is not None:
                 (reduction,) = channel.transfers.values()
                 reduction.behind, before = before, reduction
@@ -145,13 +146,13 @@ class _Simulation:
         for op in self.domain.ops[team]:
             kind = op.kind
             if kind is Kind.WAIT:
-                yield _WAIT, self.issue_ns, issued.get((op.on, op.index, op.part)), None, 0
+                yield _WAIT, self.issue_ns, issued.get((op.on, op.index, op.virtual_stage)), None, 0
             elif kind in COLLECTIVE and self.local[op.index]:
-                issued[kind, op.index, op.part] = self.nothing
+                issued[kind, op.index, op.virtual_stage] = self.nothing
                 yield _ALONE, self.issue_ns, None, None, 0
             elif kind in ISSUED:
                 transfer, queue = self._issuing(op, team)
-                issued[kind, op.index, op.part] = transfer
+                issued[kind, op.index, op.virtual_stage] = transfer
                 reduces = kind is Kind.REDUCE
                 before = self.before_ns(team * self.domain.team, op) if reduces else 0
                 yield _ISSUE, self.issue_ns, transfer, queue, before
@@ -165,8 +166,8 @@ class _Simulation:
             channel = self.channels.collective(op.kind)
             key: Name = (op.index,)
         else:
-            channel, part = self.channels.message(op, team)
-            key = (op.index, part)
+            channel, virtual_stage = self.channels.message(op, team)
+            key = (op.index, virtual_stage)
         transfer = channel.transfers.get(key)
         if transfer is None:
             ns = max(0, self.message_ns(op) - 2 * self.issue_ns)
@@ -195,7 +196,7 @@ class _Simulation:
         if kind in FORWARDS:
             begins = (
                 team,
-                op.part if kind is Kind.FORWARD else self.domain.encoder_batches[op.index].component,
+                op.virtual_stage if kind is Kind.FORWARD else self.domain.encoder_batches[op.index].component,
             )
             if begins not in self.begun:  # when the first pass is through, all weights are there
                 self.begun.add(begins)
@@ -204,7 +205,7 @@ class _Simulation:
         if channel is None:
             return _ALONE, ns, None, None, arrival
         self._check_part(channel, op, team)
-        key: Name = (kind, op.index, op.part, op.grad)
+        key: Name = (kind, op.index, op.virtual_stage, op.grad)
         transfer = channel.transfers.get(key)
         if transfer is None:
             transfer = channel.transfers[key] = Transfer((kind, *channel.name, *key[1:]), channel.teams)

@@ -4,12 +4,12 @@ R1  every communicator sees one order of collectives on all its ranks; gradients
     order
 R2  sends and receives of each directed pair of ranks are in the same order
 R3  data order on a rank: encode < ship, wait(ship) < forward, backward < return, wait(return) <
-    encode-backward, and the same for activations and their gradients, from part to part; gradients of
-    weights after those of inputs; every gradient of a part before it is reduced
+    encode-backward, and the same for activations and their gradients, from virtual stage to virtual
+    stage; gradients of weights after those of inputs; every gradient before it is reduced
 R4  every op is issued once and waited for exactly once, after it was issued
 R5  each item is encoded once, and its backward runs once, whole or split in two, on the same ranks (never for
-    a frozen encoder), neighbours that hold its encoder; each microbatch passes every part once; every rank
-    that holds a part reduces it once
+    a frozen encoder), neighbours that hold its encoder; each microbatch passes every virtual stage
+    once; every rank reduces once what it holds
 R6  activations that a domain rank holds stay under the bound of their part
 R7  the abstract machine runs the lists to the end (`pipeline/simulator.py`)
 

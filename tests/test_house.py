@@ -173,6 +173,14 @@ RETIRED = {
     "quanta": "encoder_batches",
     "party": "collective_group",
     "parties": "collective_group_of",
+    "num_parts": "num_virtual_stages",
+    "stage_parts": "virtual_stages_by_stage",
+    "parts_with_rows": "virtual_stages_with_rows",
+    "part_name": "virtual_stage_name",
+    "llm_part": "llm_virtual_stage",
+    "llm_parts": "virtual_stage_layers",
+    "LLMPart": "VirtualStage",
+    "PartModule": "VirtualStageModule",
 }
 """Names that readers of Megatron-LM and torchtitan do not know, and what took their place."""
 RETIRED_IN_PLANS = {

@@ -23,7 +23,7 @@ _SPENT = {
     "collectives inside layers": "layers_ns",
     "waiting for updated weights": "weights_ns",
     "boundary": "boundary_ns",
-    "messages between parts": "messages_ns",
+    "messages between stages": "messages_ns",
     "reduction of gradients": "reducing_ns",
     "issuing communication": "issuing_ns",
     "idle": "idle_ns",

@@ -112,15 +112,15 @@ def explain(
 ) -> Iterator[str]:
     """Yield a line for each group of more than one rank that `rank` is in and that carries something.
 
-    `parts` are the statements of work of the LLM's parts and of the encoders: what a group carries is read
-    off their collectives. Of a gradient a number takes `sent` bytes on its way to another replica.
+    `parts` are the statements of work of the LLM's virtual stages and of the encoders: what a group carries
+    is read off their collectives. Of a gradient a number takes `sent` bytes on its way to another replica.
     """
     mesh = arrangement.mesh
     if rank in mesh:
         at = mesh.coordinates(rank)
         where = ", ".join(f"{axis} {at[axis]}" for axis in ("tp", "cp", "dp", "pp"))
         if arrangement.llm.vpp > 1:
-            where += f", parts {' '.join(map(str, arrangement.llm.holds(at['pp'])))}"
+            where += f", virtual stages {' '.join(map(str, arrangement.llm.holds(at['pp'])))}"
     else:
         where = "encoders only"
     yield f"rank {rank}: {where}; domain {arrangement.domain(rank)}"
@@ -166,11 +166,11 @@ def _llm_groups(
     parts: "Mapping[str, Part]", policy: "SharingPolicy", arrangement: "Arrangement", rank: int, sent: int
 ) -> Iterator[_Group]:
     from omni.models.llm import NAME as LLM
-    from parallel.work import part_name
+    from parallel.work import virtual_stage_name
 
     numbers = arrangement.llm.holds(arrangement.mesh.coordinates(rank)["pp"])
     shared = policy.cuts and (arrangement.llm.cp > 1 or not policy.within_replica)
-    own = [parts[part_name(LLM, number)] for number in numbers]
+    own = [parts[virtual_stage_name(LLM, number)] for number in numbers]
     yield from _stated(own, None, arrangement, rank, shared, sent)
     yield LLM, "pp", arrangement.mesh.group(rank, "pp"), "activations and their gradients between stages"
 

@@ -17,7 +17,7 @@ from parallel.work import FP32, Collective, Grad, Load, Weight, Work, all_gather
 @dataclass(frozen=True)
 class Joined:
     """Stream and embedding [T, 2·D], normed, to the stream [T, D]. The embedding of `ids`, this rank's share
-    of the vocabulary, is held here if the part has none; then it is `tied` to the first part's.
+    of the vocabulary, is held here if the virtual stage has none; then it is `tied` to the first one's.
     """
 
     hidden: int

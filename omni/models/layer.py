@@ -22,8 +22,8 @@ class Layer(LayerSizes):
     """Layers of such sizes as each of `tp` ranks holds them, with `element` bytes a number.
 
     With `splits_tokens` the ranks divide the tokens between attention and feed-forward as well. Who runs the
-    pass of a part holds what its last layer has put out (`held_output`). The layers are in so many `blocks`,
-    whose first ones take in what others keep, too.
+    pass of a virtual stage holds what its last layer has put out (`held_output`). The layers are in so many
+    `blocks`, whose first ones take in what others keep, too.
     """
 
     tp: int

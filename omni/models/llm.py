@@ -1,4 +1,4 @@
-"""The LLM as plans see it: its sizes, its parts and the work that they state, and where rows may enter."""
+"""The LLM as plans see it: its sizes, its virtual stages and what work they state, where rows may enter."""
 
 import re
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from omni.config import ConfigError
 from omni.llm_config import LLMConfig
 from omni.models.adapters import check_adapters
 from omni.models.layer_sizes import check_divisible, check_experts, llm_layers
-from omni.models.llm_statement import LLMPart, llm_part, single_layers
+from omni.models.llm_statement import VirtualStage, llm_virtual_stage, single_layers
 from omni.models.stack import Stack
 from ops.linear import linear_flops
 from parallel.layout import Layout, Staged, stage_layers
@@ -38,22 +38,22 @@ def attach_layer(name: str) -> int:
     return int(match[1])
 
 
-def attach_points(names: Sequence[str], parts: Sequence[int]) -> dict[str, Point]:
-    """Place attach points in a model whose parts have so many layers each.
+def attach_points(names: Sequence[str], layers_of: Sequence[int]) -> dict[str, Point]:
+    """Place attach points in a model whose virtual stages have so many layers each (`layers_of`).
 
     Raises:
         ConfigError: if there is no such point.
     """
     layers = sorted({attach_layer(name) for name in names if name != EMBEDDING.name})
-    if layers and layers[-1] >= sum(parts):
-        raise ConfigError(f"attach point llm.layers.{layers[-1]}: the LLM has {sum(parts)} layers")
+    if layers and layers[-1] >= sum(layers_of):
+        raise ConfigError(f"attach point llm.layers.{layers[-1]}: the LLM has {sum(layers_of)} layers")
     points = {EMBEDDING.name: EMBEDDING}
-    filled = [1] + [0] * (len(parts) - 1)
+    filled = [1] + [0] * (len(layers_of) - 1)
     for layer in layers:
-        part = next(p for p in range(len(parts)) if layer < sum(parts[: p + 1]))
+        number = next(v for v in range(len(layers_of)) if layer < sum(layers_of[: v + 1]))
         name = f"llm.layers.{layer}"
-        points[name] = Point(name, part, filled[part])
-        filled[part] += 1
+        points[name] = Point(name, number, filled[number])
+        filled[number] += 1
     return points
 
 
@@ -77,7 +77,7 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
             f"({config.vocab or vocab_size} padded to model.llm.vocab_multiple={config.vocab_multiple}): "
             f"set model.llm.vocab_multiple to a multiple of {layout.tp}"
         )
-    least = min(llm_parts(config, vocab_size, layout))
+    least = min(virtual_stage_layers(config, vocab_size, layout))
     if config.offload >= least:
         raise ConfigError(
             f"model.llm.offload={config.offload}: inputs of layers behind a virtual stage's first go to the "
@@ -119,12 +119,13 @@ def staged(config: LLMConfig) -> Staged:
     return Staged(NAME, config.tied or config.mtp > 0, config.mixture is not None)
 
 
-def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, ...]:
-    """Divide the layers over the parts of a layout by cost: layers with experts and dense ones differ, and
-    the last part also computes the output. Costs are FLOPs of a token of a sequence of `layout.context`.
+def virtual_stage_layers(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, ...]:
+    """Divide the layers over the virtual stages of a layout by cost: layers with experts and dense ones
+    differ, and the last virtual stage also computes the output. Costs are FLOPs of a token of a sequence of
+    `layout.context`.
 
     Raises:
-        LayoutError: if a part would have no layer.
+        LayoutError: if a virtual stage would have no layer.
     """
     output = linear_flops(1, config.hidden, padded_vocabulary(config, vocab_size))
     token = even_load(1, layout.context)
@@ -135,10 +136,11 @@ def llm_parts(config: LLMConfig, vocab_size: int, layout: Layout) -> tuple[int, 
 
 def llm_work(
     config: LLMConfig, vocab_size: int, layout: Layout, element: int, pool: int = 1
-) -> tuple[LLMPart, ...]:
-    """State the work of a rank in each part of the LLM, of a stage with a `pool` of so many cp ranks."""
+) -> tuple[VirtualStage, ...]:
+    """State the work of a rank in each virtual stage, where a stage has a `pool` of so many cp ranks."""
     vocabulary = padded_vocabulary(config, vocab_size)
-    layers = llm_parts(config, vocab_size, layout)
+    layers = virtual_stage_layers(config, vocab_size, layout)
     return tuple(
-        llm_part(config, vocabulary, layers, number, layout, element, pool) for number in range(len(layers))
+        llm_virtual_stage(config, vocabulary, layers, number, layout, element, pool)
+        for number in range(len(layers))
     )

@@ -1,4 +1,4 @@
-"""A stage of the LLM: its parts, each megatron-core's GPTModel of some layers, on packed tokens.
+"""A stage of the LLM: its virtual stages, each megatron-core's GPTModel of some layers, on packed tokens.
 
 Shapes: T tokens, D width.
 """
@@ -17,7 +17,7 @@ from omni.models.adapters import Lora
 from omni.models.followed import Followed
 from omni.models.layer_sizes import llm_layers
 from omni.models.layers import layer_submodules, transformer_config
-from omni.models.llm import attach_layer, llm_parts, padded_vocabulary
+from omni.models.llm import attach_layer, padded_vocabulary, virtual_stage_layers
 from omni.models.llm_specs import layer_specs
 from omni.models.moe import (
     expert_biases,
@@ -40,15 +40,15 @@ from pipeline.behind import Behind
 
 @dataclass(frozen=True)
 class MicrobatchInputs:
-    """Tensors of one microbatch on one rank, for all parts of the LLM that it holds, on its device. T tokens
-    are those of its cp rank, of which this rank holds T / tp between attention layers.
+    """Tensors of one microbatch on one rank, for all virtual stages of the LLM that it holds, on its device.
+    T tokens are those of its cp rank, of which this rank holds T / tp between attention layers.
 
-    `ids` [1, T] for the first part. For the last part `wanted` [c] are positions among this rank's tokens
-    whose next token counts, padded to one number c on all tp ranks; tp · c = n of them are gathered. Targets
-    have `labels` [n], `weights` [n] (0 for padding and bad samples), `sources` [n] (the index of each one's
-    data source) and `sequences` [n] (its sequence in the microbatch, -1 for padding). To predict instead,
-    `order` picks the real ones out of n, sequence by sequence. None elsewhere. `padding` [1, T / tp] marks
-    the tail, which experts do not count; None if there is none.
+    `ids` [1, T] for the first virtual stage. For the last one `wanted` [c] are positions among this rank's
+    tokens whose next token counts, padded to one number c on all tp ranks; tp · c = n of them are gathered.
+    Targets have `labels` [n], `weights` [n] (0 for padding and bad samples), `sources` [n] (the index of each
+    one's data source) and `sequences` [n] (its sequence in the microbatch, -1 for padding). To predict
+    instead, `order` picks the real ones out of n, sequence by sequence. None elsewhere. `padding` [1, T / tp]
+    marks the tail, which experts do not count; None if there is none.
     """
 
     packed: PackedTokens
@@ -63,9 +63,9 @@ class MicrobatchInputs:
 
 
 @dataclass(frozen=True)
-class PartModule:
-    """A part of the LLM: neighbouring layers, after the embedding in the first one, before the output in the
-    last. `model` is bare; the wrapper that reduces its gradients shares its parameters.
+class VirtualStageModule:
+    """A virtual stage of the LLM: neighbouring layers, after the embedding in the first one, before the
+    output in the last. `model` is bare; the wrapper that reduces its gradients shares its parameters.
     """
 
     model: GPTModel
@@ -74,19 +74,19 @@ class PartModule:
     is_last: bool
 
     def layer(self, name: str) -> int:
-        """Return the layer of this part, counted from the start of the model, that `name` stands for."""
+        """Return which of these layers `name` stands for, counted from the start of the model."""
         layer, first = attach_layer(name), self.numbering.first_layer
-        assert first <= layer < first + len(self.model.decoder.layers), f"{name} is not in this part"
+        assert first <= layer < first + len(self.model.decoder.layers), f"{name} is not in this virtual stage"
         return layer
 
 
 class LLMStage:
-    """This rank's parts of the LLM, by their numbers in it, as the engine drives them.
+    """This rank's virtual stages of the LLM, by their numbers in it, as the engine drives them.
 
     Rows may enter before any of `attach_layers`, counted from the start of the model.
 
     Invariant: a rank that holds both ends of a model with a tied output has its embedding once: the output is
-    computed with the first part's parameter. Two ranks that hold one end each have a copy each.
+    computed with the first virtual stage's parameter. Two ranks that hold one end each have a copy each.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LLMStage:
         groups: ProcessGroupCollection,
         attach_layers: Sequence[int] = (),
     ) -> None:
-        layers = llm_parts(config, vocab_size, layout)
+        layers = virtual_stage_layers(config, vocab_size, layout)
         self.tp_group = groups.tp
         self.config = config
         self.width = config.hidden
@@ -125,18 +125,20 @@ class LLMStage:
         self.copies = torch.cuda.Stream(device) if config.offload and device.type == "cuda" else None
         self.vocabulary = padded_vocabulary(config, vocab_size)
         self.ids = config.vocab or self.vocabulary
-        self.parts = {number: self._part(number, layers) for number in layout.holds(groups.pp.rank())}
-        self.models = torch.nn.ModuleList(part.model for part in self.parts.values())
+        self.virtual_stages = {
+            number: self._virtual_stage(number, layers) for number in layout.holds(groups.pp.rank())
+        }
+        self.models = torch.nn.ModuleList(own.model for own in self.virtual_stages.values())
         mark_parallel(self.models)
         self.output_weight = self._tie()
-        for part in self.parts.values():
-            for number, layer in enumerate(part.model.decoder.layers, start=part.numbering.first_layer):
+        for own in self.virtual_stages.values():
+            for number, layer in enumerate(own.model.decoder.layers, start=own.numbering.first_layer):
                 if number in attach_layers:
                     # A lasting hook, because recomputation passes the layer again, long after this pass.
                     layer.register_forward_pre_hook(partial(_add_entering, number), with_kwargs=True)
 
-    def _part(self, number: int, layers: Sequence[int]) -> PartModule:
-        """Build part `number` of a model whose parts have so many `layers` each."""
+    def _virtual_stage(self, number: int, layers: Sequence[int]) -> VirtualStageModule:
+        """Build virtual stage `number` of a model in which each has so many `layers`."""
         config, groups = self.config, self.groups
         first = sum(layers[:number])
         is_first, is_last = number == 0, number == len(layers) - 1
@@ -176,24 +178,24 @@ class LLMStage:
             tp_rank=groups.tp.rank(),
             tp_size=groups.tp.size(),
         )
-        return PartModule(model, numbering, is_first, is_last)
+        return VirtualStageModule(model, numbering, is_first, is_last)
 
     def _tie(self) -> torch.nn.Parameter | None:
-        """Return the weight of the output, None where the last part is not. If it is tied to an embedding
-        that this rank holds, drop megatron's copy.
+        """Return the weight of the output, None where the last virtual stage is not. If it is tied to an
+        embedding that this rank holds, drop megatron's copy.
         """
-        parts = list(self.parts.values())
-        if not parts[-1].is_last:
+        own = list(self.virtual_stages.values())
+        if not own[-1].is_last:
             return None
-        output = parts[-1].model.output_layer
-        if self.config.tied and parts[0].is_first:
+        output = own[-1].model.output_layer
+        if self.config.tied and own[0].is_first:
             output.weight = None
-            return parts[0].model.embedding.word_embeddings.weight
+            return own[0].model.embedding.word_embeddings.weight
         return output.weight
 
     def embed(self, inputs: MicrobatchInputs) -> torch.Tensor:
-        """Word embeddings [T / tp, D] of this rank's tokens of a microbatch, for the first part."""
-        embedded: torch.Tensor = self.parts[0].model.embedding(inputs.ids, None).squeeze(1)
+        """Word embeddings [T / tp, D] of this rank's tokens of a microbatch, for the first virtual stage."""
+        embedded: torch.Tensor = self.virtual_stages[0].model.embedding(inputs.ids, None).squeeze(1)
         if self.config.embedding_scale == 1.0:
             return embedded
         # Rounded as the weights are: the factor is one of their numbers in published models.
@@ -201,17 +203,18 @@ class LLMStage:
 
     def forward(
         self,
-        part: int,
+        virtual_stage: int,
         inputs: MicrobatchInputs,
         hidden: torch.Tensor,
         entering: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
     ) -> torch.Tensor:
-        """Hidden [T / tp, D] → the same; of the last part losses [n], or the next token id of each sequence.
-        `entering` holds, by attach point, tokens [R] and the rows [R, D] that the layer's input gets there.
+        """Hidden [T / tp, D] → the same; of the last virtual stage losses [n], or the next token id of each
+        sequence. `entering` holds, by attach point, tokens [R] and the rows [R, D] that the layer's input
+        gets there.
 
         The output layer runs on the wanted positions alone: rows of images have no next token.
         """
-        own = self.parts[part]
+        own = self.virtual_stages[virtual_stage]
         model = own.model
         hidden = hidden.unsqueeze(1)
         # A descriptor of this pass alone: recomputation hands it to the layers again.
@@ -250,13 +253,13 @@ class LLMStage:
         return (output * inputs.weights).sum(), sums.flatten()
 
     def follow(self, came: Callable[[int, int], object]) -> None:
-        """Have passes followed through the layers of all parts: see `Followed`."""
-        layers = {number: part.model.decoder.layers for number, part in self.parts.items()}
+        """Have passes followed through the layers of all virtual stages: see `Followed`."""
+        layers = {number: own.model.decoder.layers for number, own in self.virtual_stages.items()}
         self.followed.follow(layers, self.deferral, came)
 
-    def closing(self, part: int, behind: Behind) -> AbstractContextManager[None]:
-        """What runs inside the block goes back through a part; reductions begin `behind` it."""
-        return self.followed.closing(part, behind)
+    def closing(self, virtual_stage: int, behind: Behind) -> AbstractContextManager[None]:
+        """What runs inside the block goes back through a virtual stage; reductions begin `behind` it."""
+        return self.followed.closing(virtual_stage, behind)
 
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""
@@ -264,8 +267,8 @@ class LLMStage:
 
     def settle(self) -> None:
         """Wait for the gradient of a partition that is on its way."""
-        for part in self.partitioned:
-            part.settle()
+        for own in self.partitioned:
+            own.settle()
 
     def balance_experts(self, learns: torch.Tensor | bool) -> None:
         """Move the experts' bias once a step, unless it taught nothing, which `learns` says, here or as a
@@ -287,14 +290,14 @@ class LLMStage:
     def biases(self) -> dict[str, torch.Tensor]:
         """Biases of experts by canonical name, which all ranks of a stage hold alike."""
         biases: dict[str, torch.Tensor] = {}
-        for part in self.parts.values() if self.config.mixture is not None else ():
-            biases |= expert_biases(part.model, part.numbering.first_layer)
+        for own in self.virtual_stages.values() if self.config.mixture is not None else ():
+            biases |= expert_biases(own.model, own.numbering.first_layer)
         return biases
 
     def load_buffers(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Load this stage's state from what was saved, of other stages too."""
-        for part in self.parts.values():
-            load_expert_biases(part.model, part.numbering.first_layer, saved)
+        for own in self.virtual_stages.values():
+            load_expert_biases(own.model, own.numbering.first_layer, saved)
 
 
 def _add_entering(number: int, layer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

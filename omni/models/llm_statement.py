@@ -1,4 +1,4 @@
-"""The parts of the LLM as statements of work: embedding, layers, losses; one part on one rank."""
+"""The virtual stages of the LLM as statements of work: embedding, layers, losses; each on one rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,10 +45,10 @@ def _last_apart(stacks: Sequence[Stack | ExpertStack], held: bool) -> Iterator[S
 
 
 @dataclass(frozen=True)
-class LLMPart:
-    """A part of the LLM on one rank: layers, after the embedding in the first, before losses in the last and,
-    after these, what predicts `further` tokens. Matrices of its layers are in `partitions`, by ZeRO's stage
-    `zero`.
+class VirtualStage:
+    """A virtual stage of the LLM on one rank: layers, after the embedding in the first, before losses in the
+    last and, after these, what predicts `further` tokens. Matrices of its layers are in `partitions`, by
+    ZeRO's stage `zero`.
     """
 
     stacks: tuple[Stack | ExpertStack, ...]
@@ -161,7 +161,7 @@ class LLMPart:
         if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
         learns = self.lora is None and not load.frozen
-        # Who runs the pass of a part holds what it put out; losses are next to nothing.
+        # Who runs the pass of a virtual stage holds what it put out; losses are next to nothing.
         *others, last = self._apart
         # The gradient that came in a message may be put off: then what is put off stands for the output.
         dense = last.dense if isinstance(last, ExpertStack) else last
@@ -201,11 +201,11 @@ class LLMPart:
         return (*reduction(self.weights(), ranks, self.element, sent), *merged(once), *counted)
 
     def row_bytes(self, load: Load) -> int:
-        """Bytes of what it passes on to the next part: the stream between layers."""
+        """Bytes of what it passes on to the next virtual stage: the stream between layers."""
         return self.stacks[0].stream(load.tokens)
 
 
-def llm_part(
+def llm_virtual_stage(
     config: LLMConfig,
     vocabulary: int,
     layers: Sequence[int],
@@ -213,13 +213,13 @@ def llm_part(
     layout: Layout,
     element: int,
     pool: int = 1,
-) -> LLMPart:
-    """State part `number` of an LLM whose parts have so many `layers` each; `vocabulary` is padded. ZeRO
+) -> VirtualStage:
+    """State virtual stage `number` of an LLM in which each has so many `layers`; `vocabulary` is padded. ZeRO
     divides matrices over a `pool` of so many cp ranks.
     """
     tp, ids = layout.tp, vocabulary // layout.tp
     first, last = number == 0, number == len(layers) - 1
-    # The last part looks up what is further ahead, too. A rank that holds both ends has one embedding.
+    # The last one looks up what is further ahead, too. A rank that holds both ends has one embedding.
     apart = (config.tied or config.mtp > 0) and layout.pp > 1
     losses = Losses(
         ids,
@@ -230,7 +230,7 @@ def llm_part(
         owned=not config.tied or layout.pp > 1,
         shared=config.tied and apart,
     )
-    return LLMPart(
+    return VirtualStage(
         stacks=tuple(cut(_stacks(config, layers, number, layout, element), config.offload)),
         embedding=WordEmbedding(ids, config.hidden, tp, element, apart) if first else None,
         norm=FinalNorm(config.hidden, config.norm, tp > 1, tp) if last else None,
@@ -244,13 +244,13 @@ def llm_part(
 
 def _further(config: LLMConfig, losses: Losses, layout: Layout) -> tuple[Block, ...]:
     """What predicts further tokens: of each the layer is one more of the last kind, and the output that of
-    the model. A last part that has neither the embedding nor an output tied to it holds a copy.
+    the model. A last virtual stage that has neither the embedding nor an output tied to it holds a copy.
     """
     element, total = losses.element, config.layers
     again = replace(losses, owned=False, shared=False)
     blocks: list[Block] = []
     for number in range(config.mtp):
-        copied = losses.ids if number == 0 and not config.tied and layout.num_parts > 1 else 0
+        copied = losses.ids if number == 0 and not config.tied and layout.num_virtual_stages > 1 else 0
         joined = Joined(config.hidden, config.norm, losses.tp, element, copied)
         layer = _layers(config, range(total + number, total + number + 1), layout, element)
         blocks += [joined, *layer, FinalNorm(config.hidden, config.norm, losses.tp > 1, losses.tp), again]
@@ -260,7 +260,7 @@ def _further(config: LLMConfig, losses: Losses, layout: Layout) -> tuple[Block, 
 def _stacks(
     config: LLMConfig, layers: Sequence[int], number: int, layout: Layout, element: int
 ) -> tuple[Stack | ExpertStack, ...]:
-    """The layers of a part."""
+    """The layers of a virtual stage."""
     first = sum(layers[:number])
     return _layers(config, range(first, first + layers[number]), layout, element)
 

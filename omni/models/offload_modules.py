@@ -1,8 +1,8 @@
 """Layers whose inputs wait on the host: what a layer that is computed anew keeps travels there and back.
 
-A layer that is computed anew keeps what it took in, which the layer in front of it put out. Of a part's
-layers those behind the first, as many as `model.llm.offload` says, take in what goes to pinned memory of the
-host while they run, and comes back while the layer behind them goes back:
+A layer that is computed anew keeps what it took in, which the layer in front of it put out. Of a virtual
+stage's layers those behind the first, as many as `model.llm.offload` says, take in what goes to pinned memory
+of the host while they run, and comes back while the layer behind them goes back:
 
     forward of     layer 1    layer 2    layer 3        backward of    layer 3    layer 2    layer 1
     to the host   1's input  2's input                  to the device 2's input  1's input
@@ -77,7 +77,7 @@ class _Input:
 
 
 class Offload:
-    """What the layers of a part send to the host: the inputs of `count` of them, from the second on.
+    """What the layers of a virtual stage send to the host: the inputs of `count` of them, from the second on.
 
     Invariant: outside of a pass forward nothing is sent, so neither is it when a layer is computed anew.
     """
@@ -89,7 +89,7 @@ class Offload:
         self.passes = False
 
     def comes(self, number: int, hidden: torch.Tensor) -> None:
-        """Hear that a pass comes to a layer, counted from the part's first, which takes in `hidden`."""
+        """Hear that a pass comes to a layer, counted from the first here, which takes in `hidden`."""
         if not self.passes or not hidden.requires_grad:
             return  # computed anew, or nothing that it takes in goes back
         if self.last is not None:

@@ -1,7 +1,7 @@
 """Layers whose inputs wait on the host, as a statement: what stays on the device, what is on its way.
 
-The modules are `offload_modules.py`. Of a part of layers 0 to L - 1, layers 1 to n are *offloaded*: their
-inputs, which the layers in front of them put out, are on the host from the end of their forward to the
+The modules are `offload_modules.py`. Of a virtual stage of layers 0 to L - 1, layers 1 to n are *offloaded*:
+their inputs, which the layers in front of them put out, are on the host from the end of their forward to the
 backward of the layer behind them. In units of the stream between layers there are on the device, beside what
 other layers keep and what the pass works with,
 
@@ -9,8 +9,8 @@ other layers keep and what the pass works with,
 - in the backward of an offloaded layer its input; of one behind it that of the one in front, which comes back
   meanwhile; and the gradient of an output that is away, which elsewhere takes that output's place.
 
-What goes hides behind its layer, what comes behind the one that goes back before it: the input of a part's
-last layer behind none.
+What goes hides behind its layer, what comes behind the one that goes back before it: the input of a virtual
+stage's last layer behind none.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from parallel.work import Block, Grad, Load, Weight, Work
 
 @dataclass(frozen=True)
 class Offloaded:
-    """Layers from number `first` of a part on, as `block` states them: of the part's `total` layers `count`
+    """Layers from number `first` of a virtual stage on, as `block` states them: of its `total` layers `count`
     are offloaded. These layers have the same on the device, as `cut` makes them.
     """
 
@@ -76,7 +76,7 @@ class Offloaded:
 
 
 def cut(stacks: Sequence[Stack | ExpertStack], count: int) -> Iterator[Stack | ExpertStack]:
-    """Cut the layers of a part, of which `count` are offloaded, where what is on the device differs."""
+    """Cut the layers of a virtual stage where what is on the device differs: `count` are offloaded."""
     alike = (1, 2, count, count + 1, count + 2) if count else ()
     first = 0
     for stack in stacks:

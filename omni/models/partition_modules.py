@@ -12,7 +12,7 @@ from parallel.partitions import PartitionedPart, partition_of
 
 
 def partition_layers(layers: Iterable[torch.nn.Module], part: PartitionedPart) -> None:
-    """Leave this rank its partitions of the matrices of a part's layers, which `mark_parallel` has seen."""
+    """Leave this rank its partitions of the matrices of `part`, in `layers` that `mark_parallel` has seen."""
     for layer in layers:
         linears = (of for of in layer.modules() if isinstance(of, ColumnParallelLinear | RowParallelLinear))
         part.divide(own for own in linears if getattr(own.weight, "allreduce", True))

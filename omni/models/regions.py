@@ -80,7 +80,7 @@ class Named:
     """A parameter by its canonical name, and which part of it this rank holds: of the elements of its region
     those from `first`, all but for a partition.
 
-    Ranks of a replica may hold the same: those of the first and the last part a tied embedding,
+    Ranks of a replica may hold the same: those of the first and the last virtual stage a tied embedding,
     tensor-parallel ranks what is not divided among them. `copy` is (0, 0) for the first of these, and tells
     the others apart. Experts are no such copies: their ranks are those of data parallelism. Experts of a rank
     have a parameter together, of which each `expert` has its own row, and a name; None for other parameters.

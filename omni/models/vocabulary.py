@@ -60,8 +60,8 @@ class WordEmbedding:
 @dataclass(frozen=True)
 class Losses:
     """The output layer over `ids`, this rank's share of the vocabulary, and the losses, `chunk` targets at a
-    time. It has a weight of its own unless that is the embedding of the same part; it may be `shared` with an
-    embedding elsewhere.
+    time. It has a weight of its own unless that is the embedding of the same virtual stage; it may be
+    `shared` with an embedding elsewhere.
     """
 
     ids: int
@@ -95,7 +95,7 @@ class Losses:
             ),
             kept=made - unkept,
             workspace=unkept + load.targets * _FOUND * once,
-            # Where nothing is kept, beside the stream that the part began with.
+            # Where nothing is kept, beside the stream that the virtual stage began with.
             passing=made + load.tokens // self.tp * self.hidden * self.element + load.targets * _FOUND * once,
         )
 

@@ -5,7 +5,8 @@ can be compared. Who gets which sample is what a plan would say. What follows is
 
 - the samples of a domain are one microbatch, whatever their tokens: its ranks share sequences once, wait for
   each other once in the encoders and once in the LLM, and no bound on tokens limits who holds what;
-- the two phases stand one after the other, forward passes only; the first part of the LLM speaks for all;
+- the two phases stand one after the other, forward passes only; the first virtual stage of the LLM speaks for
+  all;
 - exchanges are charged to each rank apart, in turn with its work or hidden behind the attention of sequences
   that live on it alone, as the engine overlaps them;
 - bytes that cross nodes are counted by shares: a rank sends each other rank that shares a sequence as much,

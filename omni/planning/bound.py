@@ -4,8 +4,8 @@ Pure arithmetic over a step's samples, what parts cost and who lives where; no p
 largest of four, each true of every plan, whatever its policies of balance, packing and schedule:
 
     work       all work over all ranks; of an encoder that lives on some ranks, over those
-    sample     the longest chain: one sample encoded, through all parts and back, each pass divided by the
-               ranks that may share it
+    sample     the longest chain: one sample encoded, through all virtual stages and back, each pass divided
+               by the ranks that may share it
     whole      samples are dealt to the ranks that may share them, and some of these get at least so much: of
                the k·m + 1 longest over m places, one gets k + 1, so at least the k + 1 shortest of these
                (Martello and Toth, 1990, bounds of identical machines)
@@ -29,7 +29,7 @@ from omni.planning.domain_planner import DomainPlanner
 from omni.planning.sharing import Sharing
 from parallel.costs import WorkCost
 from parallel.laws import FS_PER_NS
-from parallel.work import Grad, part_name
+from parallel.work import Grad, virtual_stage_name
 
 NEARLY = 0.99
 Floats = npt.NDArray[np.float64]
@@ -113,7 +113,8 @@ def _cost(cost: WorkCost, *grads: Grad | None) -> _Cost:
 @dataclass(frozen=True)
 class _EncoderWork:
     """What encoding takes by sample [n]: nanoseconds of ranks in all, forward and backward, and those of the
-    longest item alone on the ranks that may share it. `at_once` says that all rows enter at the first part.
+    longest item alone on the ranks that may share it. `at_once` says that all rows enter at the first virtual
+    stage.
     """
 
     name: str
@@ -152,7 +153,8 @@ class _Bounding:
         self.sharers = self._sharers(planner.sharing[planner.llm], self.num_cp_ranks)
         self.ways = self._ways(self.tokens, planner.sharing[planner.llm], self.sharers)
         half = [Grad.INPUT] if planner.llm in frozen else [Grad.INPUT, Grad.WEIGHT]
-        costs = [self.table.parts[part_name(planner.llm, part)] for part in range(self.world.llm.num_parts)]
+        numbers = range(self.world.llm.num_virtual_stages)
+        costs = [self.table.parts[virtual_stage_name(planner.llm, number)] for number in numbers]
         self.forwards, self.inputs = (
             [_cost(of, None) for of in costs],
             [_cost(of, Grad.INPUT) for of in costs],
@@ -207,7 +209,7 @@ class _Bounding:
         np.maximum.at(columns[3], of, back.alone(sizes, ways))
         points = dict(self.planner.feeds).get(name, ())
         forward_work, back_work, longest, longest_back = columns
-        at_once = all(point.part == 0 for point in points)
+        at_once = all(point.virtual_stage == 0 for point in points)
         return _EncoderWork(name, forward_work, back_work, longest, longest_back, at_once)
 
     def _chain(self, costs: Sequence[_Cost]) -> Floats:
@@ -215,7 +217,7 @@ class _Bounding:
         return sum((cost.alone(self.tokens, self.ways) for cost in costs), np.zeros_like(self.tokens))
 
     def _hops(self, count: int) -> Floats:
-        """Nanoseconds of so many messages of each sample alone between parts of different stages [n]."""
+        """Nanoseconds of so many messages of each sample alone from stage to stage [n]."""
         if self.world.llm.pp == 1 or not count:
             return np.zeros_like(self.tokens)
         rows = self.tokens // (self.ways * self.world.llm.tp)
@@ -223,7 +225,7 @@ class _Bounding:
         return count * np.array([float(self.table.message_ns(int(n))) for n in lengths])[place]
 
     def _encode(self, *, back: bool) -> Floats:
-        """Nanoseconds of the longest item of each sample, if its rows enter at the first part [n]."""
+        """Nanoseconds of each sample's longest item, if its rows enter at the first virtual stage [n]."""
         columns = [(one.back if back else one.forward) for one in self.encodings if one.at_once]
         return np.maximum.reduce([np.zeros_like(self.tokens), *columns])
 
@@ -238,8 +240,8 @@ class _Bounding:
         return self._encode(back=False) + passes + hops + self._ends() + self._reduced([0], names)
 
     def _stage(self, stage: int) -> _Waits:
-        parts = self.world.stage_parts[stage]
-        first, last, count = parts[0], parts[-1], len(self.forwards)
+        held = self.world.virtual_stages_by_stage[stage]
+        first, last, count = held[0], held[-1], len(self.forwards)
         encode, ends = self._encode(back=False), self._ends()
         front = encode + self._chain(self.forwards[:first]) + self._hops(first)
         onward = self._chain(self.inputs[last + 1 :]) + self._hops(count - 1 - last)
@@ -260,9 +262,10 @@ class _Bounding:
 
     def _costs(self, stage: int) -> tuple[_Cost, _Cost, _Cost]:
         """Forwards, backwards for inputs and for weights of a stage."""
-        of = self.world.stage_parts[stage]
+        of = self.world.virtual_stages_by_stage[stage]
         forward, input_, weight = (
-            sum((each[part] for part in of), _Cost()) for each in (self.forwards, self.inputs, self.weights)
+            sum((each[number] for number in of), _Cost())
+            for each in (self.forwards, self.inputs, self.weights)
         )
         return forward, input_, weight
 
@@ -279,7 +282,7 @@ class _Bounding:
             waits.turn + self._most(input_) + waits.drain,
         )
         names = [one.name for one in self.encodings]
-        of_ends = self._reduced(self.world.stage_parts[stage])
+        of_ends = self._reduced(self.world.virtual_stages_by_stage[stage])
         worst = float(np.maximum.reduce(ends).max()) + of_ends
         return max(worst, float(np.maximum.reduce(through).max()) + self._reduced([0], names))
 
@@ -314,14 +317,15 @@ class _Bounding:
         first, stop = world.home
         if stop > first and names:
             stages = range(-(-first // world.stage_size), min(stop, world.llm_size) // world.stage_size)
-            parts = [part for stage in stages for part in world.stage_parts[stage]]
+            held = [number for stage in stages for number in world.virtual_stages_by_stage[stage]]
             ranks = (stop - first) * world.num_domains
-            found.append((self._llm_ns(parts) + work) / ranks + self._reduced(parts, names))
+            found.append((self._llm_ns(held) + work) / ranks + self._reduced(held, names))
         return float(max(found))
 
-    def _llm_ns(self, parts: Sequence[int]) -> float:
-        """Nanoseconds of ranks in all passes through some parts."""
-        cost = sum((of[part] for of in (self.forwards, self.inputs, self.weights) for part in parts), _Cost())
+    def _llm_ns(self, numbers: Sequence[int]) -> float:
+        """Nanoseconds of ranks in all passes through some virtual stages, by number."""
+        directions = (self.forwards, self.inputs, self.weights)
+        cost = sum((of[number] for of in directions for number in numbers), _Cost())
         ns = float(cost.each(self.tokens).sum()) + cost.fixed * float(self.passes[-1]) * self.num_cp_ranks
         return ns * self.world.llm.tp
 
@@ -336,12 +340,12 @@ class _Bounding:
         jobs = every.each(self.tokens) * self.world.llm.tp + self._encoder_ns()
         return float(least_of_most(jobs * self.domains / self.world.world, self.domains).max())
 
-    def _reduced(self, parts: Iterable[int], encoders: Sequence[str] = ()) -> float:
+    def _reduced(self, numbers: Iterable[int], encoders: Sequence[str] = ()) -> float:
         """What is reduced after the last pass through any of these, at least; nothing where one is frozen."""
         if self.frozen:
             return 0.0
         of_encoders = [self.table.parts[name].reduced_after_ns for name in encoders]
-        return float(min([*(self.reduced_ns[part] for part in parts), *of_encoders], default=0))
+        return float(min([*(self.reduced_ns[number] for number in numbers), *of_encoders], default=0))
 
 
 def least_of_most(jobs: Floats, places: int) -> Floats:

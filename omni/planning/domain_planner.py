@@ -33,7 +33,7 @@ from parallel.layout import Arrangement
 from parallel.sequence import SequenceLayout
 from parallel.transport_policies import TransportPolicy
 from parallel.transports import node_map, transport_ns
-from parallel.work import part_name
+from parallel.work import virtual_stage_name
 from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
 from pipeline.builders.one_queue.serial import serialise
 from pipeline.builders.rounds import in_rounds
@@ -217,8 +217,8 @@ class DomainPlanner:
         beyond: Callable[[DomainPlan], int],
     ) -> Iterator[DomainPlan]:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
-        parts, pp = self.arrangement.llm.vpp, self.arrangement.llm.pp
-        candidates = candidates_of(self.schedule, parts, pp, guarded=self.guarded)
+        vpp, pp = self.arrangement.llm.vpp, self.arrangement.llm.pp
+        candidates = candidates_of(self.schedule, vpp, pp, guarded=self.guarded)
 
         def scheduled(policy: SchedulePolicy, rounds: int) -> DomainPlan:
             pairs = orders(policy.fills_gaps)[0]
@@ -237,7 +237,7 @@ class DomainPlanner:
             ]
             for number, rounds in rounds_to_try([plan for _, plan in ahead], self.table):
                 yield scheduled(ahead[number][0], rounds)
-            for policy in lean_of(self.schedule, parts):
+            for policy in lean_of(self.schedule, vpp):
                 yield scheduled(policy, 1)
 
         planned = [scheduled(policy, self.rounds or 1) for policy in candidates]
@@ -341,15 +341,15 @@ class DomainPlanner:
         return replace(domain, routes=tuple(routes))
 
     def _reductions(self, frozen: Sequence[str]) -> tuple[tuple[int, int], ...]:
-        """The order in which gradients are reduced: components in theirs, the LLM's parts from the last on,
-        since its gradients are complete first.
+        """The order in which gradients are reduced: components in theirs, the LLM's virtual stages from
+        the last on, since its gradients are complete first.
         """
-        num_parts = sum(map(len, self.arrangement.stage_parts))
+        of_llm = self.arrangement.llm.num_virtual_stages
         return tuple(
-            (number, part)
+            (number, virtual_stage)
             for number, component in enumerate(self.components)
             if component not in frozen
-            for part in reversed(range(num_parts if component == self.llm else 1))
+            for virtual_stage in reversed(range(of_llm if component == self.llm else 1))
         )
 
     def _bounds(self, domain: DomainPlan, policy: SchedulePolicy) -> tuple[tuple[str, int], ...]:
@@ -357,17 +357,18 @@ class DomainPlanner:
         encoders at most so many, if they are bounded.
         """
         kept, bounds = plan_memory(domain, self.table), []
-        for part in range(domain.num_parts):
-            most = policy.in_flight(domain, part)
-            first = domain.holder(part, 0)
+        microbatches = range(len(domain.microbatches))
+        for number in range(domain.num_virtual_stages):
+            most = policy.in_flight(domain, number)
+            first = domain.holder(number, 0)
             sizes = (
                 sorted(
-                    (kept(rank, Op(Kind.FORWARD, m, part=part)) for m in range(len(domain.microbatches))),
+                    (kept(rank, Op(Kind.FORWARD, m, virtual_stage=number)) for m in microbatches),
                     reverse=True,
                 )
                 for rank in range(first, first + domain.stage_size, domain.tp)
             )
-            bounds.append((part_name(self.llm, part), max(sum(of[:most]) for of in sizes)))
+            bounds.append((virtual_stage_name(self.llm, number), max(sum(of[:most]) for of in sizes)))
         if self.encoder_bytes is not None:
             bounds += [(name, self.encoder_bytes) for name in self._tp_groups]
         return tuple(bounds)
@@ -380,10 +381,10 @@ class DomainPlanner:
 
     @cached_property
     def _holds(self) -> tuple[tuple[int, ...], ...]:
-        """The parts of the LLM of each team, none beside it."""
+        """The virtual stages of the LLM of each team, none beside it."""
         world = self.arrangement
         stage = world.stage_size // self._team
-        llm = [parts for parts in world.stage_parts for _ in range(stage)]
+        llm = [held for held in world.virtual_stages_by_stage for _ in range(stage)]
         return (*llm, *((),) * ((world.domain_size - world.llm_size) // self._team))
 
     def _home(self, component: str) -> tuple[int, int]:

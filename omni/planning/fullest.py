@@ -148,8 +148,8 @@ def _likely_fullest(table: CostTable, plan: StepPlan) -> list[int]:
                 most = max(most, held)
             elif op.kind in BACKWARDS and op.makes_weight:
                 held -= kept(domain_rank, op)
-        parts = domain.holds[team]
-        fullest[parts] = max(fullest.get(parts, (-1, 0)), (most, domain_rank))
+        own = domain.holds[team]
+        fullest[own] = max(fullest.get(own, (-1, 0)), (most, domain_rank))
     return [domain_rank for _, domain_rank in sorted(fullest.values(), reverse=True)]
 
 

@@ -159,10 +159,10 @@ def check_vpp(llm: LLMLayoutConfig, others: Sequence[LLMLayoutConfig], schedule:
     """
     named = {f"launch.layouts[{number}]": sizes for number, sizes in enumerate(others)}
     for layout, sizes in {"layout.llm": llm, **named}.items():
-        if schedule.parts is not None and sizes.vpp > schedule.parts:
+        if schedule.vpp is not None and sizes.vpp > schedule.vpp:
             raise ConfigError(
                 f"{layout}.vpp={sizes.vpp}: pipeline.policy={schedule.name} orders at most "
-                f"{schedule.parts} on a rank: set {layout}.vpp={schedule.parts}, or choose one for "
+                f"{schedule.vpp} on a rank: set {layout}.vpp={schedule.vpp}, or choose one for "
                 "several, such as interleaved"
             )
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from omni.models.llm import NAME as LLM
 from omni.planning.memory import Parts, state_of
 from omni.planning.run_spec import RunSpec
-from parallel.work import part_name
+from parallel.work import virtual_stage_name
 
 
 def least_held(spec: RunSpec, tokens: int, passes: int, frozen: Collection[str] = ()) -> Parts:
@@ -16,9 +16,9 @@ def least_held(spec: RunSpec, tokens: int, passes: int, frozen: Collection[str] 
     `tokens` each.
     """
     world, stages = spec.arrangement, []
-    for stage, numbers in enumerate(world.stage_parts):
+    for stage, numbers in enumerate(world.virtual_stages_by_stage):
         rank, held = world.mesh.rank(pp=stage), Parts()
-        for name in (part_name(LLM, number) for number in numbers):
+        for name in (virtual_stage_name(LLM, number) for number in numbers):
             held += state_of(spec, LLM, spec.work[name], rank, learns=LLM not in frozen)
             kept = spec.table.parts[name].kept_bytes(tokens // world.llm.cp)
             held["activations", LLM] += kept * min(passes, world.llm.pp - stage) * (LLM not in frozen)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from omni.models.llm import NAME as LLM
 from omni.planning.run_spec import RunSpec
 from parallel.sequence import SequenceLayout
-from parallel.work import Load, Work, even_load, part_name
+from parallel.work import Load, Work, even_load, virtual_stage_name
 from pipeline.plan import StepPlan
 
 _MOST_SAMPLES = 1 << 20  # of a step: nanoseconds of one and its number in 63 bits
@@ -19,7 +19,7 @@ def step_flops(spec: RunSpec, plan: StepPlan) -> dict[str, float]:
     domain, flops = plan.domain, dict.fromkeys(plan.components, 0.0)
     for batch in domain.microbatches:
         load = _whole(batch.layout)
-        parts = (spec.work[part_name(LLM, number)] for number in range(domain.num_parts))
+        parts = (spec.work[virtual_stage_name(LLM, number)] for number in range(domain.num_virtual_stages))
         flops[LLM] += sum(_trained(plan, LLM, part.forward(load)) for part in parts) * domain.tp
     for encoder_batch in domain.encoder_batches:
         forward = spec.work[encoder_batch.component].forward(_whole(encoder_batch.layout))
@@ -39,9 +39,9 @@ def _whole(layout: SequenceLayout) -> Load:
 
 def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
     """Planned nanoseconds of forward passes in a domain: of each cp rank of the pool for the LLM, with the
-    first part to speak for all, and of each rank for an encoder.
+    first virtual stage to speak for all, and of each rank for an encoder.
     """
-    domain, first = plan.domain, spec.table.parts[part_name(LLM, 0)]
+    domain, first = plan.domain, spec.table.parts[virtual_stage_name(LLM, 0)]
     found = {
         LLM: [
             sum(first.forward_ns(*batch.share(cp_rank)) for batch in domain.microbatches)
@@ -117,7 +117,7 @@ def trained_flops(
     for the targets it ran on.
     """
     flops = dict(planned)
-    last = spec.work[part_name(LLM, plan.domain.num_parts - 1)]
+    last = spec.work[virtual_stage_name(LLM, plan.domain.num_virtual_stages - 1)]
     flops[LLM] += _trained(plan, LLM, last.forward(even_load(0, targets=num_targets))) * last.tp
     return flops
 

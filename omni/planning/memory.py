@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from omni.models.llm import NAME as LLM
-from omni.models.llm_statement import LLMPart
+from omni.models.llm_statement import VirtualStage
 from omni.planning.rank_work import RankWork
 from omni.planning.workload import Workload
 from parallel.axes import group_of
@@ -132,7 +132,7 @@ def place_lists(work: RankWork) -> int:
 
 
 def _inputs(work: RankWork) -> int:
-    """Inputs of all passes of the LLM, of which parts share some."""
+    """Inputs of all passes of the LLM, of which virtual stages share some."""
     first = min(work.llm, default=0)
     return sum(
         work.llm[p].input_bytes(load) - (work.llm[p].shared_bytes(load) if p != first else 0)
@@ -141,7 +141,7 @@ def _inputs(work: RankWork) -> int:
 
 
 def _scratch(work: RankWork) -> int:
-    """The one tensor that all parts gather tokens in: the largest, as passes take it over."""
+    """The one tensor that all virtual stages gather tokens in: the largest, as passes take it over."""
     loads = work.passes.items()
     return max((work.llm[p].gathered_bytes(load) for (_, p), load in loads), default=0)
 
@@ -152,7 +152,7 @@ def state_of(spec: Workload, name: str, part: Part, rank: int, *, learns: bool) 
     """
     held: Parts = Counter()
     kept = kept_of_a_weight(spec.element, spec.of_moments, learns=learns)
-    held["weights", name] += part.whole_bytes if isinstance(part, LLMPart) else 0
+    held["weights", name] += part.whole_bytes if isinstance(part, VirtualStage) else 0
     frozen = sum(weight.elements for weight in part.weights() if weight.frozen)
     held["weights", name] += frozen * spec.element
     for laid, number, replicas in laid_on(spec, name, part, rank):
@@ -186,7 +186,7 @@ def kept_of_a_weight(element: int, of_moments: int, *, learns: bool) -> int:
 def _rounding(spec: Workload, work: RankWork, op: Op) -> Iterator[tuple[_Size, ...]]:
     """Yield what rounding a bucket of gradients takes for a moment, or adding up what arrived of it."""
     name = (LLM, *spec.encoders)[op.index]
-    for laid, _, replicas in laid_on(spec, name, work.components[name][op.part], work.rank):
+    for laid, _, replicas in laid_on(spec, name, work.components[name][op.virtual_stage], work.rank):
         if replicas > 1:
             most = max(laid.sizes)
             size = most * spec.sent if op.kind is Kind.REDUCE else most // replicas * FP32
@@ -231,7 +231,7 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[tuple[_Size, ...]]:
         backward = work.backward(op, grad)
         yield ((("workspace", component), backward.workspace),)
         what, size = held.get(_kept(op), (("activations", component), 0))
-        enters = op.kind is Kind.BACKWARD and op.part == min(work.llm) and _returns(work, op.index)
+        enters = op.kind is Kind.BACKWARD and op.virtual_stage == min(work.llm) and _returns(work, op.index)
         rows = work.rows_in[op.index] * work.row_bytes if enters and backward.last else 0
         yield (what, -size), (("workspace", component), backward.last + rows)
 
@@ -240,7 +240,7 @@ def _goes_back(work: RankWork, op: Op) -> bool:
     """Whether a pass keeps what a backward takes: unless nothing that it takes in or goes through learns."""
     if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD):
         return work.domain.encoder_batches[op.index].component in work.trained
-    return LLM in work.trained or op.part > 0 or _returns(work, op.index)
+    return LLM in work.trained or op.virtual_stage > 0 or _returns(work, op.index)
 
 
 def _returns(work: RankWork, m: int) -> bool:
@@ -250,7 +250,7 @@ def _returns(work: RankWork, m: int) -> bool:
 
 def _kept(op: Op) -> tuple[str, int, int]:
     """What a pass keeps, as it is called among what is held."""
-    return "encoded" if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else "kept", op.index, op.part
+    return "encoded" if op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD) else "kept", op.index, op.virtual_stage
 
 
 def _after(work: RankWork, op: Op, held: Held) -> None:
@@ -264,7 +264,7 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
         elif kind is Kind.ENCODE:
             kept = load.rows * row
         else:
-            kept = _message(work, op) if op.part < work.domain.num_parts - 1 else 0
+            kept = _message(work, op) if op.virtual_stage < work.domain.num_virtual_stages - 1 else 0
         held[_kept(op)] = ("activations", component), kept
     elif kind in BACKWARDS:
         _backward(work, op, held)
@@ -281,7 +281,7 @@ def _after(work: RankWork, op: Op, held: Held) -> None:
         else:
             _let_go_of_frozen(work, m, held)
     elif kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
-        held[str(kind), m, op.part] = ("buffers", LLM), _message(work, op)
+        held[str(kind), m, op.virtual_stage] = ("buffers", LLM), _message(work, op)
     elif kind is Kind.WAIT:
         _waited(work, op, held)
 
@@ -326,8 +326,8 @@ def _moved(work: RankWork, op: Op) -> tuple[int, int]:
 
 
 def _message(work: RankWork, op: Op) -> int:
-    """Bytes of an activation between parts of the LLM."""
-    return work.passes[op.index, op.part].tokens // work.llm[op.part].tp * work.row_bytes
+    """Bytes of an activation between virtual stages of the LLM."""
+    return work.passes[op.index, op.virtual_stage].tokens // work.llm[op.virtual_stage].tp * work.row_bytes
 
 
 def _let_go_of_frozen(work: RankWork, m: int, held: Held) -> None:
@@ -339,14 +339,14 @@ def _let_go_of_frozen(work: RankWork, m: int, held: Held) -> None:
 
 
 def _take_rows(work: RankWork, op: Op, held: Held) -> None:
-    """Rows go when the last part takes them in, unless their gradients go back."""
-    last = max(work.domain.parts_with_rows(work.domain_rank), default=None)
-    if op.part == last and not _returns(work, op.index):
+    """Rows go when the last virtual stage takes them in, unless their gradients go back."""
+    last = max(work.domain.virtual_stages_with_rows(work.domain_rank), default=None)
+    if op.virtual_stage == last and not _returns(work, op.index):
         held.drop((f"{Kind.SHIP} in", op.index, 0))
 
 
 def _backward(work: RankWork, op: Op, held: Held) -> None:
-    m, p = op.index, op.part
+    m, p = op.index, op.virtual_stage
     held.drop(_kept(op))
     if op.grad is Grad.INPUT and (op.kind is Kind.ENCODE_BACKWARD or work.domain.llm_learns):
         component, _, _ = work.of(op)
@@ -358,7 +358,7 @@ def _backward(work: RankWork, op: Op, held: Held) -> None:
         return
     for what in (str(Kind.RECV_FORWARD), str(Kind.RECV_BACKWARD)):
         held.drop((what, m, p))
-    held.drop(("gradient", m, p + 1))  # of a part that this rank holds too
+    held.drop(("gradient", m, p + 1))  # of a virtual stage that this rank holds too
     if p:
         held["gradient", m, p] = ("workspace", LLM), _message(work, op)
     if p == min(work.llm) and _returns(work, m):
@@ -412,7 +412,7 @@ def _rows(work: RankWork, c: int) -> int:
 def _waited(work: RankWork, op: Op, held: Held) -> None:
     m = op.index
     if op.on is Kind.SEND_BACKWARD:
-        held.drop(("gradient", m, op.part))
+        held.drop(("gradient", m, op.virtual_stage))
     elif op.on in (Kind.SHIP, Kind.RETURN):
         held.drop((f"{op.on} out", m, 0))
         held.drop((f"{op.on} all", m, 0))

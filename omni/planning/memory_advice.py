@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from omni.models.llm import NAME as LLM
-from omni.models.llm_statement import LLMPart
+from omni.models.llm_statement import VirtualStage
 from omni.planning.memory import BETWEEN, by_kind
 from omni.planning.run_spec import RunSpec
 from parallel.layout import MOST_ZERO
@@ -86,9 +86,9 @@ def _less_of_llm(spec: RunSpec) -> str:
 
 
 def _most_offloaded(spec: RunSpec) -> int:
-    """How many layers of each part of the LLM may have their inputs on the host."""
-    parts = (part for part in spec.work.values() if isinstance(part, LLMPart))
-    least = min(sum(stack.layers for stack in part.stacks) for part in parts)
+    """How many layers of each virtual stage may have their inputs on the host."""
+    of_llm = (part for part in spec.work.values() if isinstance(part, VirtualStage))
+    least = min(sum(stack.layers for stack in own.stacks) for own in of_llm)
     return least - 1 if spec.cluster.host_per_s is not None else 0
 
 

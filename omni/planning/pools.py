@@ -16,7 +16,7 @@ from parallel.policies import SharingPolicy, make_pool
 from parallel.schemes import SequenceCost, sequence_cost
 from parallel.tiles import AttentionShape
 from parallel.transports import node_map
-from parallel.work import part_name
+from parallel.work import virtual_stage_name
 
 
 def sharing_of(
@@ -55,7 +55,7 @@ def sharing_of(
     # The first stage speaks for all: stages take about equally long.
     tp = arrangement.llm.tp
     cp_ranks = [range(first, first + tp) for first in range(0, arrangement.stage_size, tp)]
-    of_llm = cost(LLM, part_name(LLM, 0), attention, tp, cp_ranks)
+    of_llm = cost(LLM, virtual_stage_name(LLM, 0), attention, tp, cp_ranks)
     out = {LLM: _llm_sharing(policies["llm_sp"], arrangement, microbatch_tokens, of_llm)}
     for name, encoder in encoders.items():
         tp_groups = arrangement.tp_groups(name)

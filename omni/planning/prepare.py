@@ -17,7 +17,7 @@ from omni.config import ClusterConfig, Config, ConfigError, ModelConfig
 from omni.data_config import DataConfig
 from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
-from omni.models.llm import attach_points, check_llm_adapters, llm_parts
+from omni.models.llm import attach_points, check_llm_adapters, virtual_stage_layers
 from omni.models.registry import Encoder, make_encoder
 from omni.planning.allocation import allocated
 from omni.planning.choice import (
@@ -276,8 +276,8 @@ def _feeds(
     llm: LLMConfig, encoders: Mapping[str, Encoder], arrangement: Arrangement, vocab_size: int
 ) -> tuple[tuple[str, tuple[Point, ...]], ...]:
     """The attach points of the encoders whose rows enter elsewhere than at the embedding alone."""
-    parts = llm_parts(llm, vocab_size, arrangement.llm)
-    points = attach_points([name for encoder in encoders.values() for name in encoder.attach], parts)
+    layers_of = virtual_stage_layers(llm, vocab_size, arrangement.llm)
+    points = attach_points([name for encoder in encoders.values() for name in encoder.attach], layers_of)
     return tuple(
         (name, tuple(points[p] for p in encoder.attach))
         for name, encoder in encoders.items()

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from omni.models.llm import NAME as LLM
 from omni.planning.workload import Workload
-from parallel.work import Grad, Load, Part, Work, part_name
+from parallel.work import Grad, Load, Part, Work, virtual_stage_name
 from pipeline.domain_plan import DomainPlan
 from pipeline.loads import encoder_batch_load, pass_load
 from pipeline.ops import Kind, Op
@@ -20,8 +20,8 @@ from pipeline.plan import StepPlan
 class RankWork:
     """What rank `rank`, `domain_rank` of `domain`, does in a step.
 
-    `llm` are the parts of the LLM that it holds by number, none beside it, and `passes` its loads by
-    microbatch and part; `encoders` are the parts of encoders that it holds, `encodings` its loads by encoder
+    `llm` are the virtual stages that it holds by number, none beside it, and `passes` its loads by
+    microbatch and virtual stage; `encoders` are those that it holds, `encodings` its loads by encoder
     batch. `rows_in` and `rows_out` count rows of each microbatch that arrive here and that leave; `trained`
     names the components that learn, `learnt` those that do or have done so.
     """
@@ -61,7 +61,7 @@ class RankWork:
 
     def _work(self, op: Op, grad: Grad | None) -> Work:
         encodes = op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD)
-        key = encodes, op.index, op.part, grad
+        key = encodes, op.index, op.virtual_stage, grad
         found = self._works.get(key)
         if found is None:
             _, part, load = self.of(op)
@@ -76,7 +76,7 @@ class RankWork:
     def of(self, op: Op) -> tuple[str, Part, Load]:
         """The component and part that a compute op runs, and its load."""
         if op.kind in (Kind.FORWARD, Kind.BACKWARD):
-            return LLM, self.llm[op.part], self.passes[op.index, op.part]
+            return LLM, self.llm[op.virtual_stage], self.passes[op.index, op.virtual_stage]
         name = self.domain.encoder_batches[op.index].component
         return name, self.encoders[name], self.encodings[op.index]
 
@@ -91,7 +91,8 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
     number = arrangement.domain(rank)
     assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
     domain_rank = arrangement.domain_ranks(number).index(rank)
-    llm = {part: spec.work[part_name(LLM, part)] for part in domain.parts(domain_rank)}
+    held, last = domain.virtual_stages(domain_rank), domain.num_virtual_stages - 1
+    llm = {number: spec.work[virtual_stage_name(LLM, number)] for number in held}
     return RankWork(
         rank=rank,
         domain_rank=domain_rank,
@@ -101,12 +102,12 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
             name: spec.work[name] for name in spec.encoders if rank in arrangement.encoder_meshes[name]
         },
         passes={
-            (m, p): replace(
-                pass_load(domain, m, domain_rank, part, losses=p == domain.num_parts - 1, messages=messages),
+            (m, number): replace(
+                pass_load(domain, m, domain_rank, part, losses=number == last, messages=messages),
                 frozen=not plan.trains(LLM),
             )
             for m in range(len(domain.microbatches))
-            for p, part in llm.items()
+            for number, part in llm.items()
         },
         encodings={
             c: encoder_batch_load(

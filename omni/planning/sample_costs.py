@@ -15,7 +15,7 @@ from parallel.costs import CostTable
 from parallel.laws import FS_PER_NS
 from parallel.layout import Arrangement
 from parallel.policies.pool import most_ranks
-from parallel.work import part_name
+from parallel.work import virtual_stage_name
 
 _SAFE_NS = 2**62 // FS_PER_NS  # an hour: what is counted in femtoseconds on the way stays in int64
 
@@ -103,7 +103,8 @@ class Costing:
 
     @property
     def _stages(self) -> list[list[str]]:
-        return [[part_name(self.llm, part) for part in parts] for parts in self.arrangement.stage_parts]
+        by_stage = self.arrangement.virtual_stages_by_stage
+        return [[virtual_stage_name(self.llm, number) for number in held] for held in by_stage]
 
     def _ns(self, part: str, tokens: Any) -> Any:
         """Nanoseconds of a sequence of so many tokens, or of each of an array of them."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from omni.models.llm import NAME as LLM
 from omni.planning.work import cost_table
 from omni.planning.workload import Workload
-from parallel.work import FP32, part_name
+from parallel.work import FP32, virtual_stage_name
 
 Held = Mapping[str, tuple[str, ...]]
 """The parts that a rank holds, by component."""
@@ -44,8 +44,8 @@ def _held(spec: Workload) -> list[Held]:
     world, found = spec.arrangement, list[Held]()
     for domain_rank, rank in enumerate(world.domain_ranks(0)):
         stage = domain_rank // world.stage_size
-        numbers = world.stage_parts[stage] if domain_rank < world.llm_size else ()
-        held = {LLM: tuple(part_name(LLM, number) for number in numbers)}
+        numbers = world.virtual_stages_by_stage[stage] if domain_rank < world.llm_size else ()
+        held = {LLM: tuple(virtual_stage_name(LLM, number) for number in numbers)}
         held |= {name: (name,) for name, mesh in world.encoder_meshes.items() if rank in mesh}
         held = {name: parts for name, parts in held.items() if name in spec.learns_from}
         if held not in found:

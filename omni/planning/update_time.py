@@ -3,7 +3,7 @@
 from omni.models.llm import NAME as LLM
 from omni.planning.memory import laid_on
 from omni.planning.workload import Workload
-from parallel.work import FP32, part_name
+from parallel.work import FP32, virtual_stage_name
 from pipeline.plan import StepPlan
 
 
@@ -13,7 +13,8 @@ def update_ns(spec: Workload, plan: StepPlan, rank: int) -> int:
     """
     world = spec.arrangement
     domain_rank = world.domain_ranks(world.domain(rank)).index(rank)
-    parts = [(LLM, spec.work[part_name(LLM, part)]) for part in plan.domain.parts(domain_rank)]
+    held = plan.domain.virtual_stages(domain_rank)
+    parts = [(LLM, spec.work[virtual_stage_name(LLM, number)]) for number in held]
     parts += [(name, spec.work[name]) for name in spec.encoders if rank in world.encoder_meshes[name]]
     shares = sum(
         laid.total // replicas

@@ -11,15 +11,15 @@ from parallel.axes import axes_names, axes_of, group_of
 from parallel.cluster import Cluster
 from parallel.costs import Axes, CostTable, table_from_work
 from parallel.layout import Arrangement, Layout
-from parallel.work import FP32, Attended, Collective, Grad, Load, Part, part_name
+from parallel.work import FP32, Attended, Collective, Grad, Load, Part, virtual_stage_name
 
 
 def part_work(
     llm: LLMConfig, encoders: Mapping[str, Encoder], vocab_size: int, arrangement: Arrangement, element: int
 ) -> dict[str, Part]:
-    """State the work of a rank of every part of the LLM and every encoder, with `element` bytes a number."""
+    """State the work of a rank in every virtual stage and every encoder, with `element` bytes a number."""
     parts: dict[str, Part] = {
-        part_name(LLM, number): part
+        virtual_stage_name(LLM, number): part
         for number, part in enumerate(llm_work(llm, vocab_size, arrangement.llm, element, arrangement.pool))
     }
     for name, encoder in encoders.items():
@@ -104,7 +104,7 @@ def cost_table(
         cluster,
         row_bytes,
         axes=axes,
-        between=axes[part_name(LLM, 0)]["pp"].link,
+        between=axes[virtual_stage_name(LLM, 0)]["pp"].link,
         components=(LLM, *encoders),
         sent=sent,
         overlaps=overlaps,

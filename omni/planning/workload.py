@@ -11,10 +11,10 @@ from parallel.work import Part
 
 @dataclass(frozen=True)
 class Workload:
-    """The parts of the LLM and the encoders, by name, with their statements of `work`, on the ranks of an
-    `arrangement` of a cluster. A row of the LLM takes `row_bytes`, a number `element` bytes, and one of a
-    gradient `sent` bytes on its way to another replica. `learns_from` is the first step in which a component
-    learns: from then on it has moments, also while it is frozen, of `of_moments` bytes a number.
+    """The virtual stages of the LLM and the encoders, by name, with their statements of `work`, on the ranks
+    of an `arrangement` of a cluster. A row of the LLM takes `row_bytes`, a number `element` bytes, and one of
+    a gradient `sent` bytes on its way to another replica. `learns_from` is the first step in which a
+    component learns: from then on it has moments, also while it is frozen, of `of_moments` bytes a number.
     """
 
     arrangement: Arrangement

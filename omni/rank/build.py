@@ -200,8 +200,8 @@ def _build_modules(
     modules: dict[str, dict[int, torch.nn.Module]] = {}
     names: dict[str, dict[int, Numbering]] = {}
     if stage is not None:
-        modules[LLM] = {number: part.model for number, part in stage.parts.items()}
-        names[LLM] = {number: part.numbering for number, part in stage.parts.items()}
+        modules[LLM] = {number: own.model for number, own in stage.virtual_stages.items()}
+        names[LLM] = {number: own.numbering for number, own in stage.virtual_stages.items()}
     for name, encoder in spec.encoders.items():
         if name in groups.components:
             own = groups.components[name]
@@ -283,7 +283,7 @@ def _layers(
     if not spec.config.train.overlap_buckets:
         return dict.fromkeys(modules, ())
     if name == LLM and stage is not None:
-        return {part: of.model.decoder.layers for part, of in stage.parts.items()}
+        return {number: own.model.decoder.layers for number, own in stage.virtual_stages.items()}
     if not spec.work[name].by_layer:
         return {0: ()}
     followed: Sequence[torch.nn.Module] | None = getattr(modules[0], "followed_layers", None)

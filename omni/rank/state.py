@@ -2,10 +2,11 @@
 
 Each rank saves the shards it owns: for every parameter, by its canonical name, the fp32 weights and AdamW's
 moments of an interval of the elements of its region. Copies that tensor-parallel ranks or those of the first
-and last part hold alike are saved once, so together the ranks' files hold each element of each parameter
-once. Loading reads whatever elements a rank needs from whichever files have them, so a checkpoint loads under
-any layout; under its own layout it is exact to the bit. Moments are saved as they are kept, in fp32 or bf16:
-where a run keeps those of a checkpoint in bf16 that had them in fp32, they are rounded to the nearest, once.
+and last virtual stage hold alike are saved once, so together the ranks' files hold each element of each
+parameter once. Loading reads whatever elements a rank needs from whichever files have them, so a checkpoint
+loads under any layout; under its own layout it is exact to the bit. Moments are saved as they are kept, in
+fp32 or bf16: where a run keeps those of a checkpoint in bf16 that had them in fp32, they are rounded to the
+nearest, once.
 
 The index says what every file holds, so a rank opens those alone that have something for it, and reads of
 them what it needs.

@@ -22,16 +22,16 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "without splitting": {SCHEDULE: "joint"},  # backwards in one piece
     "without joint schedule": {SCHEDULE: "zero_bubble_h1"},  # encoders before and after the LLM's passes
 }
-_OF_PARTS = {"without joint schedule": {SCHEDULE: "interleaved"}}
+_WITH_VPP = {"without joint schedule": {SCHEDULE: "interleaved"}}
 
 
 def without_each(config: Config) -> Iterator[tuple[str, Config]]:
     """Yield the default without each thing that it does, by name. With one stage nothing is split or joint,
-    and with several parts of the LLM on a rank nothing is split.
+    and with several virtual stages on a rank nothing is split.
     """
     layout = config.layout.llm
     for name, keys in KEYS.items():
         if SCHEDULE in keys and layout.vpp > 1:
-            keys = _OF_PARTS.get(name, {})
+            keys = _WITH_VPP.get(name, {})
         if keys and (SCHEDULE not in keys or layout.pp > 1):
             yield name, with_keys(config, keys)

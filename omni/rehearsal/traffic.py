@@ -43,7 +43,7 @@ def _calls(spec: RunSpec, work: RankWork) -> Iterator[Call]:
         elif op.kind in (Kind.SHIP, Kind.RETURN):
             yield from _boundary_calls(spec, work, op)
         elif op.kind is Kind.REDUCE:
-            yield from _update_calls(spec, work, spec.components[op.index], op.part)
+            yield from _update_calls(spec, work, spec.components[op.index], op.virtual_stage)
 
 
 def _of_part(
@@ -97,7 +97,7 @@ def _at(spec: RunSpec, work: RankWork, domain_ranks: Iterable[int]) -> tuple[int
 
 def _hand_on(spec: RunSpec, work: RankWork, op: Op) -> Call:
     (to,) = _at(spec, work, [work.domain.sender(op, work.domain_rank)[1]])
-    size = work.passes[op.index, op.part].tokens // work.llm[op.part].tp * work.row_bytes
+    size = work.passes[op.index, op.virtual_stage].tokens // work.llm[op.virtual_stage].tp * work.row_bytes
     return "forward" if op.kind is Kind.SEND_FORWARD else "backward", "send", {to: size}, 1
 
 

@@ -41,7 +41,7 @@ class ForwardPasses:
         continued: Continued | None = None,
     ) -> list[tuple[Microbatch, MicrobatchInputs, torch.Tensor]]:
         """Run a verified plan of samples with `metas`, of whose `texts` this rank's are looked at; where the
-        last part is, return every microbatch, its inputs and outputs.
+        last virtual stage is, return every microbatch, its inputs and outputs.
         """
         domain, assembler = plan.domain, self.rank.assembler
         items: list[ItemArrays | None] = [self._item(*of) for of in assembler.fetch_of(domain, metas).items]

@@ -25,7 +25,7 @@ def _by_its_candidates(domain: DomainPlan, facts: Facts) -> Order:
 AUTO = SchedulePolicy(
     "auto",
     _by_its_candidates,
-    parts=None,
+    vpp=None,
     candidates=(
         JOINT_ZERO_BUBBLE_H1,  # the first of equals is kept: split backwards bear costs that are off
         JOINT,

@@ -64,7 +64,8 @@ def in_slots(domain: DomainPlan, slots: Slots) -> Order:
             before[forward].append(Op(Kind.ENCODE, batch))
             after[backward].append(Op(Kind.ENCODE_BACKWARD, batch))
         ops: list[Op] = []
-        passes = one_f_one_b_passes(stages, domain.num_parts // stages, len(domain.microbatches), stage)
+        vpp = domain.num_virtual_stages // stages
+        passes = one_f_one_b_passes(stages, vpp, len(domain.microbatches), stage)
         for op in passes:
             forward = op.kind is Kind.FORWARD
             ops += [*before[op.index], op] if forward else [op, *after[op.index]]

@@ -1,8 +1,8 @@
 """Orders of the LLM's passes, and the schedules that put all encoder work around them.
 
-An order is `passes(stages, parts, microbatches, stage)`, from the numbers of stages, of parts on each and of
-microbatches, and a stage, to that stage's ops. Four stages, `0` to `3`, and four microbatches under 1F1B, a
-digit for a forward and a letter for a backward (`a` goes back through microbatch 0):
+An order is `passes(stages, vpp, microbatches, stage)`, from the numbers of stages, of virtual stages on each
+and of microbatches, and a stage, to that stage's ops. Four stages, `0` to `3`, and four microbatches under
+1F1B, a digit for a forward and a letter for a backward (`a` goes back through microbatch 0):
 
     stage 0   0 1 2 3 . . . a . b . c . d        3 ahead of the last stage: holds 4 microbatches
     stage 1   . 0 1 2 . . a 3 b . c . d .
@@ -22,35 +22,42 @@ from pipeline.ops import Kind, Op
 Passes = Callable[[int, int, int, int], list[Op]]
 
 
-def one_f_one_b_passes(stages: int, parts: int, microbatches: int, stage: int) -> list[Op]:
+def one_f_one_b_passes(stages: int, vpp: int, microbatches: int, stage: int) -> list[Op]:
     """1F1B: one forward, one backward in turn (PipeDream-Flush; Narayanan et al., 2021, section 2).
 
-    At most `stages - stage` microbatches of one part are in flight.
+    At most `stages - stage` microbatches of one virtual stage are in flight.
     """
-    assert parts == 1, f"{parts} parts on a rank, and this schedule orders one"
+    assert vpp == 1, f"{vpp} virtual stages on a rank, and this schedule orders one"
     warmup = min(stages - stage - 1, microbatches)
-    ops = [Op(Kind.FORWARD, m, part=stage) for m in range(warmup)]
+    ops = [Op(Kind.FORWARD, m, virtual_stage=stage) for m in range(warmup)]
     for m in range(microbatches - warmup):
-        ops += [Op(Kind.FORWARD, warmup + m, part=stage), Op(Kind.BACKWARD, m, part=stage)]
-    return ops + [Op(Kind.BACKWARD, m, part=stage) for m in range(microbatches - warmup, microbatches)]
+        ops += [Op(Kind.FORWARD, warmup + m, virtual_stage=stage), Op(Kind.BACKWARD, m, virtual_stage=stage)]
+    return ops + [
+        Op(Kind.BACKWARD, m, virtual_stage=stage) for m in range(microbatches - warmup, microbatches)
+    ]
 
 
-def interleaved_passes(stages: int, parts: int, microbatches: int, stage: int) -> list[Op]:
-    """Interleaved 1F1B: microbatches in groups of `stages`, each group through part after part (Narayanan et
-    al., 2021, section 2.2).
+def interleaved_passes(stages: int, vpp: int, microbatches: int, stage: int) -> list[Op]:
+    """Interleaved 1F1B: microbatches in groups of `stages`, each group through one virtual stage after the
+    other (Narayanan et al., 2021, section 2.2).
 
-    With v parts on each of p ranks, a part takes 1/v of a stage's time, and so does the bubble of (p - 1)/v
-    times a forward and a backward of a stage. Messages between stages are v times as many. A last group that
-    is not full is ordered as if it were, and what it lacks is left out on all ranks: the order of the others
-    stays one that cannot hang.
+    With v virtual stages on each of p ranks, each takes 1/v of a stage's time, and so does the bubble:
+    (p - 1)/v times a forward and a backward of a stage. Messages between stages are v times as many. A last
+    group that is not full is ordered as if it were, and what it lacks is left out on all ranks: the order of
+    the others stays one that cannot hang.
     """
     groups = range(0, microbatches, stages)
-    own = range(stage, stages * parts, stages)
+    own = range(stage, stages * vpp, stages)
     forward, backward = (
-        [Op(kind, m, part=part) for first in groups for part in order for m in range(first, first + stages)]
+        [
+            Op(kind, m, virtual_stage=virtual_stage)
+            for first in groups
+            for virtual_stage in order
+            for m in range(first, first + stages)
+        ]
         for kind, order in ((Kind.FORWARD, own), (Kind.BACKWARD, own[::-1]))
     )
-    ahead = min((stages - stage - 1) * (2 if parts > 1 else 1) + (parts - 1) * stages, len(forward))
+    ahead = min((stages - stage - 1) * (2 if vpp > 1 else 1) + (vpp - 1) * stages, len(forward))
     ops = forward[:ahead]
     for after, back in zip(forward[ahead:], backward, strict=False):
         ops += [after, back]
@@ -58,7 +65,7 @@ def interleaved_passes(stages: int, parts: int, microbatches: int, stage: int) -
     return [op for op in ops if op.index < microbatches]
 
 
-def zero_bubble_passes(ahead: int, stages: int, parts: int, microbatches: int, stage: int) -> list[Op]:
+def zero_bubble_passes(ahead: int, stages: int, vpp: int, microbatches: int, stage: int) -> list[Op]:
     """Zero bubble: gradients of weights fill the bubbles of 1F1B (Qi et al., 2024, section 2): ZB-H1 where
     each stage is one forward `ahead` of the next one, ZB-H2 where it is two.
 
@@ -72,68 +79,69 @@ def zero_bubble_passes(ahead: int, stages: int, parts: int, microbatches: int, s
     stages end a step together, since one norm clips all gradients: a step has a bubble of
     (p - 1) max(f, f + b - 2w), where b <= f + w. In the paper, updates do not wait for the norm.
     """
-    assert parts == 1, f"{parts} parts on a rank, and this schedule orders one"
+    assert vpp == 1, f"{vpp} virtual stages on a rank, and this schedule orders one"
     first, behind = min(ahead * (stages - stage - 1), microbatches), ahead * stage
-    ops = [Op(Kind.FORWARD, m, part=stage) for m in range(first)]
+    ops = [Op(Kind.FORWARD, m, virtual_stage=stage) for m in range(first)]
     for m in range(microbatches):
         if first + m < microbatches:
-            ops.append(Op(Kind.FORWARD, first + m, part=stage))
-        ops.append(Op(Kind.BACKWARD, m, part=stage, grad=Grad.INPUT))
+            ops.append(Op(Kind.FORWARD, first + m, virtual_stage=stage))
+        ops.append(Op(Kind.BACKWARD, m, virtual_stage=stage, grad=Grad.INPUT))
         if m >= behind:
-            ops.append(Op(Kind.BACKWARD, m - behind, part=stage, grad=Grad.WEIGHT))
+            ops.append(Op(Kind.BACKWARD, m - behind, virtual_stage=stage, grad=Grad.WEIGHT))
     left = range(max(0, microbatches - behind), microbatches)
-    return ops + [Op(Kind.BACKWARD, m, part=stage, grad=Grad.WEIGHT) for m in left]
+    return ops + [Op(Kind.BACKWARD, m, virtual_stage=stage, grad=Grad.WEIGHT) for m in left]
 
 
 zb_h1_passes, zb_h2_passes = partial(zero_bubble_passes, 1), partial(zero_bubble_passes, 2)
 
 
-def most_in_flight(passes: Passes, domain: DomainPlan, part: int) -> int:
-    """Return the most microbatches whose activations a part holds in such an order of passes."""
+def most_in_flight(passes: Passes, domain: DomainPlan, virtual_stage: int) -> int:
+    """Return the most microbatches whose activations a virtual stage holds in such an order of passes."""
     stages = domain.num_stages
-    return _most(passes, stages, domain.num_parts // stages, len(domain.microbatches), part % stages)[part]
+    vpp, stage = domain.num_virtual_stages // stages, virtual_stage % stages
+    return _most(passes, stages, vpp, len(domain.microbatches), stage)[virtual_stage]
 
 
 @cache
-def _most(passes: Passes, stages: int, parts: int, microbatches: int, stage: int) -> Counter[int]:
-    return held_at_most(passes(stages, parts, microbatches, stage))
+def _most(passes: Passes, stages: int, vpp: int, microbatches: int, stage: int) -> Counter[int]:
+    return held_at_most(passes(stages, vpp, microbatches, stage))
 
 
 def held_at_most(ops: Iterable[Op]) -> Counter[int]:
-    """Count the microbatches that each part holds at most, from a forward to the last half of a backward."""
+    """Count what microbatches each virtual stage holds at most, from a forward to all of its backward."""
     held: Counter[int] = Counter()
     most: Counter[int] = Counter()
     for op in ops:
         if op.kind is Kind.FORWARD:
-            held[op.part] += 1
-            most[op.part] = max(most[op.part], held[op.part])
+            held[op.virtual_stage] += 1
+            most[op.virtual_stage] = max(most[op.virtual_stage], held[op.virtual_stage])
         elif op.kind is Kind.BACKWARD and op.makes_weight:
-            held[op.part] -= 1
+            held[op.virtual_stage] -= 1
     return most
 
 
 def encoders_around(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
     """All encoder forwards, then the passes of the LLM, then all encoder backwards."""
     order = []
-    parts = domain.num_parts // domain.num_stages
+    vpp = domain.num_virtual_stages // domain.num_stages
     for team, mine in enumerate(encoder_batches_by_team(domain)):
         stage = domain.stage(team * domain.team)
         count = len(domain.microbatches)
-        between = [] if stage is None else passes(domain.num_stages, parts, count, stage)
+        between = [] if stage is None else passes(domain.num_stages, vpp, count, stage)
         order.append(
             [Op(Kind.ENCODE, c) for c, *_ in mine] + between + [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
         )
     return order
 
 
-def _around(name: str, passes: Passes, parts: int | None = 1, *, deep: bool = False) -> SchedulePolicy:
+def _around(name: str, passes: Passes, vpp: int | None = 1, *, deep: bool = False) -> SchedulePolicy:
     """The schedule of encoder work around an order of passes."""
     build, in_flight = partial(encoders_around, passes), partial(most_in_flight, passes)
-    return SchedulePolicy(name, build, in_flight, parts, at_once=True, deep=deep)
+    return SchedulePolicy(name, build, in_flight, vpp, at_once=True, deep=deep)
 
 
 # The three phases of LongCat-Flash-Omni (report, section 5), among others, with 1F1B in the middle.
 ENCODE_FIRST = SchedulePolicy("encode_first", partial(encoders_around, one_f_one_b_passes), at_once=True)
-INTERLEAVED = _around("interleaved", interleaved_passes, parts=None)
+INTERLEAVED = _around("interleaved", interleaved_passes, vpp=None)
 ZERO_BUBBLE_H1 = _around("zero_bubble_h1", zb_h1_passes)
 ZERO_BUBBLE_H2 = _around("zero_bubble_h2", zb_h2_passes, deep=True)

@@ -58,9 +58,9 @@ class SchedulePolicy(Policy):
     schedules, and the verifier refuses what could hang. A backward may be split in two ops. REDUCE ops of the
     domain's `reductions` may be among them, all of a reduction or none; those left out are issued as soon as
     their gradients are complete.
-    `in_flight` says from the domain and the number of a part how many microbatches' activations that part
-    holds at most, as 1F1B unless given: with their sizes, the bound that the plan carries. `parts` is how
-    many parts of the LLM on a rank it can order at most, None for any number.
+    `in_flight` says from the domain and the number of a virtual stage how many microbatches' activations that
+    one holds at most, as 1F1B unless given: with their sizes, the bound that the plan carries. `vpp` is how
+    many virtual stages on a rank it can order at most, None for any number.
 
     A schedule with `encoder_batches` says where encoder batches run: one of a single tp group goes where the
     order encodes it. Items that stay whole come to it as about so many encoder batches for each tp group and
@@ -75,8 +75,8 @@ class SchedulePolicy(Policy):
 
     group: ClassVar[str] = "omni.schedule"
 
-    in_flight: Callable[[DomainPlan, int], int] = lambda domain, part: domain.num_parts - part
-    parts: int | None = 1
+    in_flight: Callable[[DomainPlan, int], int] = lambda domain, number: domain.num_virtual_stages - number
+    vpp: int | None = 1
     encoder_batches: int = 0
     uniform: bool = False
     at_once: bool = False
@@ -118,27 +118,27 @@ class SchedulePolicy(Policy):
 
 
 def candidates_of(
-    policy: SchedulePolicy, parts: int, stages: int, *, guarded: bool = True
+    policy: SchedulePolicy, vpp: int, stages: int, *, guarded: bool = True
 ) -> tuple[SchedulePolicy, ...]:
-    """Return the schedules to plan with: a policy, or its candidates for so many parts of the LLM on a rank.
+    """Return the schedules to plan with: a policy, or its candidates for `vpp` virtual stages on a rank.
 
-    Of these, schedules for any number of parts are tried where there are several, and deep ones only where
-    plans are `guarded` by what devices hold. With one stage nothing idles that could be filled: those are
-    tried then that neither split backwards nor place encoder batches.
+    Of these, schedules for any number of virtual stages are tried where there are several, and deep ones only
+    where plans are `guarded` by what devices hold. With one stage nothing idles that could be filled: those
+    are tried then that neither split backwards nor place encoder batches.
     """
     if not policy.candidates:
         return (policy,)
     usable = tuple(each for each in policy.candidates if guarded or not each.deep)
-    usable = tuple(each for each in usable if (each.parts is None) == (parts > 1))
+    usable = tuple(each for each in usable if (each.vpp is None) == (vpp > 1))
     plain = (
         each for each in usable if not each.encoder_batches and each.in_flight is SchedulePolicy.in_flight
     )
     return (tuple(plain) if stages == 1 else ()) or usable
 
 
-def lean_of(policy: SchedulePolicy, parts: int) -> tuple[SchedulePolicy, ...]:
+def lean_of(policy: SchedulePolicy, vpp: int) -> tuple[SchedulePolicy, ...]:
     """Return the schedules to try in turn where none of `candidates_of` fits in any number of rounds."""
-    return tuple(each for each in policy.lean if (each.parts is None) == (parts > 1))
+    return tuple(each for each in policy.lean if (each.vpp is None) == (vpp > 1))
 
 
 def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:
@@ -159,13 +159,13 @@ def as_ordered(domain: DomainPlan, order: Order) -> DomainPlan:
 
 
 def build_forward_only(domain: DomainPlan) -> Order:
-    """Evaluation: each microbatch's encoder work, then its forward through all parts; nothing goes back."""
+    """Evaluation: each microbatch's encoder work, then its forward; nothing goes back."""
     order = []
     for team, mine in enumerate(encoder_batches_by_team(domain)):
         ops = []
         for m in range(len(domain.microbatches)):
             ops += [Op(Kind.ENCODE, c) for c, first, _ in mine if first == m]
-            ops += [Op(Kind.FORWARD, m, part=part) for part in domain.holds[team]]
+            ops += [Op(Kind.FORWARD, m, virtual_stage=virtual_stage) for virtual_stage in domain.holds[team]]
         order.append(ops)
     return order
 

@@ -30,17 +30,19 @@ def pair_order(domain: DomainPlan, lists: Lists) -> Iterator[str]:
     sent: dict[tuple[bool, int, int], list[tuple[int, int]]] = defaultdict(list)
     received: dict[tuple[bool, int, int], list[tuple[int, int]]] = defaultdict(list)
     for team, ops in enumerate(lists):
-        lines: dict[tuple[Kind, int], tuple[list[tuple[int, int]], int]] = {}  # with the part that takes them
-        for kind, index, _, part, _ in ops:
+        # With the virtual stage that takes them.
+        lines: dict[tuple[Kind, int], tuple[list[tuple[int, int]], int]] = {}
+        for kind, index, _, virtual_stage, _ in ops:
             if kind not in POINT_TO_POINT:
                 continue
-            line = lines.get((kind, part))
+            line = lines.get((kind, virtual_stage))
             if line is None:
                 forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-                pair = (forward, *domain.sender(Op(kind, index, part=part), team * domain.team))
+                op = Op(kind, index, virtual_stage=virtual_stage)
+                pair = (forward, *domain.sender(op, team * domain.team))
                 sends = kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
-                to = part + (1 if forward else -1) if sends else part
-                line = lines[kind, part] = (sent if sends else received)[pair], to
+                to = virtual_stage + (1 if forward else -1) if sends else virtual_stage
+                line = lines[kind, virtual_stage] = (sent if sends else received)[pair], to
             line[0].append((index, line[1]))
     for pair in sorted(sent.keys() | received.keys()):
         forward, source, destination = pair
@@ -51,8 +53,8 @@ def pair_order(domain: DomainPlan, lists: Lists) -> Iterator[str]:
 
 
 def _messages(messages: Sequence[tuple[int, int]], domain: DomainPlan) -> list[object]:
-    """Microbatches, with the part that takes them where a rank may hold several."""
-    several = any(len(parts) > 1 for parts in domain.holds)
+    """Microbatches, with the virtual stage that takes them where a rank may hold several."""
+    several = any(len(held) > 1 for held in domain.holds)
     return [message if several else message[0] for message in messages]
 
 
@@ -60,16 +62,16 @@ def waits_once(domain: DomainPlan, team: int, ops: Sequence[Fields]) -> Iterator
     """R4: what a team issues it waits for, once and later."""
     issued: set[tuple[Kind | None, int, int]] = set()
     waited: set[tuple[Kind | None, int, int]] = set()
-    for kind, index, on, part, _ in ops:
+    for kind, index, on, virtual_stage, _ in ops:
         if kind in ISSUED:
-            if (kind, index, part) in issued:
-                yield f"R4: {who(domain, team)} issues {Op(kind, index, part=part)} twice"
-            issued.add((kind, index, part))
+            if (kind, index, virtual_stage) in issued:
+                yield f"R4: {who(domain, team)} issues {Op(kind, index, virtual_stage=virtual_stage)} twice"
+            issued.add((kind, index, virtual_stage))
         elif kind is Kind.WAIT:
-            flight = (on, index, part)
+            flight = (on, index, virtual_stage)
             if flight not in issued or flight in waited:
                 yield f"R4: {who(domain, team)} waits for {on}({index}) that is not in flight"
             waited.add(flight)
-    for kind, index, _, part, _ in ops:
-        if kind in ISSUED and (kind, index, part) not in waited:
-            yield f"R4: {who(domain, team)} never waits for {Op(kind, index, part=part)}"
+    for kind, index, _, virtual_stage, _ in ops:
+        if kind in ISSUED and (kind, index, virtual_stage) not in waited:
+            yield f"R4: {who(domain, team)} never waits for {Op(kind, index, virtual_stage=virtual_stage)}"

@@ -36,36 +36,37 @@ class _Needs:
     ) -> None:
         domain = plan.domain
         self.domain, self.components, self.place = domain, plan.components, place
-        self.parts = domain.holds[team]
-        self.with_rows = domain.parts_with_rows(team * domain.team)
+        self.virtual_stages = domain.holds[team]
+        self.with_rows = domain.virtual_stages_with_rows(team * domain.team)
         self.encodes: dict[int, list[Fields]] = defaultdict(list)  # of each microbatch
-        self.gradients: dict[tuple[str, int], list[Fields]] = defaultdict(list)  # of each component and part
+        # Of each component and virtual stage.
+        self.gradients: dict[tuple[str, int], list[Fields]] = defaultdict(list)
         llm = plan.components[domain.llm]
         for op in place:
-            kind, index, _, part, _ = op
+            kind, index, _, virtual_stage, _ = op
             if kind is Kind.ENCODE:
                 for m in domain.encoder_batches[index].microbatches:
                     self.encodes[m].append(op)
             elif kind in BACKWARDS:
                 component = llm if kind is Kind.BACKWARD else domain.encoder_batches[index].component
-                self.gradients[component, part].append(op)
+                self.gradients[component, virtual_stage].append(op)
         for c in encoder_batches:
             if (encode := fields(Kind.ENCODE, c)) not in place:
                 for m in domain.encoder_batches[c].microbatches:
                     self.encodes[m].append(encode)
 
     def of(self, op: Fields) -> Iterator[Fields]:
-        kind, m, _, part, grad = op
+        kind, m, _, virtual_stage, grad = op
         if kind is Kind.FORWARD:
-            yield from self.before_forward(m, part)
+            yield from self.before_forward(m, virtual_stage)
         elif grad is Grad.WEIGHT:
-            yield fields(kind, m, part, grad=Grad.INPUT)
+            yield fields(kind, m, virtual_stage, grad=Grad.INPUT)
         elif kind is Kind.BACKWARD:
-            yield from self.before_backward(m, part)
+            yield from self.before_backward(m, virtual_stage)
         elif kind is Kind.SEND_FORWARD:
-            yield fields(Kind.FORWARD, m, part)
+            yield fields(Kind.FORWARD, m, virtual_stage)
         elif kind is Kind.SEND_BACKWARD:
-            yield self.backward(m, part)
+            yield self.backward(m, virtual_stage)
         elif kind is Kind.SHIP:
             yield from self.encodes[m]
         elif kind is Kind.RETURN:
@@ -77,30 +78,32 @@ class _Needs:
             for batch in self.domain.encoder_batches[m].microbatches:
                 yield fields(Kind.WAIT, batch, on=Kind.RETURN)
         elif kind is Kind.REDUCE:
-            yield from self.before_reduction(m, part)
+            yield from self.before_reduction(m, virtual_stage)
 
-    def before_forward(self, m: int, part: int) -> Iterator[Fields]:
-        if part:
-            near = part - 1 in self.parts
-            yield fields(Kind.FORWARD, m, part - 1) if near else fields(Kind.WAIT, m, part, Kind.RECV_FORWARD)
-        if part in self.with_rows and self.domain.routes[m] is not None:
+    def before_forward(self, m: int, virtual_stage: int) -> Iterator[Fields]:
+        if virtual_stage:
+            near = virtual_stage - 1 in self.virtual_stages
+            received = fields(Kind.WAIT, m, virtual_stage, Kind.RECV_FORWARD)
+            yield fields(Kind.FORWARD, m, virtual_stage - 1) if near else received
+        if virtual_stage in self.with_rows and self.domain.routes[m] is not None:
             yield fields(Kind.WAIT, m, on=Kind.SHIP)
 
-    def before_backward(self, m: int, part: int) -> Iterator[Fields]:
-        yield fields(Kind.FORWARD, m, part)
-        if part < self.domain.num_parts - 1:
-            near = part + 1 in self.parts
-            yield self.backward(m, part + 1) if near else fields(Kind.WAIT, m, part, Kind.RECV_BACKWARD)
+    def before_backward(self, m: int, virtual_stage: int) -> Iterator[Fields]:
+        yield fields(Kind.FORWARD, m, virtual_stage)
+        if virtual_stage < self.domain.num_virtual_stages - 1:
+            near = virtual_stage + 1 in self.virtual_stages
+            received = fields(Kind.WAIT, m, virtual_stage, Kind.RECV_BACKWARD)
+            yield self.backward(m, virtual_stage + 1) if near else received
 
-    def before_reduction(self, number: int, part: int) -> Iterator[Fields]:
+    def before_reduction(self, number: int, virtual_stage: int) -> Iterator[Fields]:
         component = self.components[number]
-        yield from self.gradients[component, part]
-        if number == self.domain.llm and part == 0 and self.domain.num_parts > 1:
-            # Where the output is tied to the embedding of its own rank, the last part's passes make
-            # gradients of the first part's weight. What is tied a plan does not say: it always waits.
-            yield from self.gradients[component, self.domain.num_parts - 1]
+        yield from self.gradients[component, virtual_stage]
+        if number == self.domain.llm and virtual_stage == 0 and self.domain.num_virtual_stages > 1:
+            # Where the output is tied to the embedding of its own rank, the last virtual stage's passes make
+            # gradients of the first one's weight. What is tied a plan does not say: it always waits.
+            yield from self.gradients[component, self.domain.num_virtual_stages - 1]
 
-    def backward(self, m: int, part: int) -> Fields:
-        """The op of this team that makes the gradient of the input of a part."""
-        split = fields(Kind.BACKWARD, m, part, grad=Grad.INPUT)
-        return split if split in self.place else fields(Kind.BACKWARD, m, part)
+    def backward(self, m: int, virtual_stage: int) -> Fields:
+        """The op of this team that makes the gradient of the input of a virtual stage."""
+        split = fields(Kind.BACKWARD, m, virtual_stage, grad=Grad.INPUT)
+        return split if split in self.place else fields(Kind.BACKWARD, m, virtual_stage)

@@ -13,7 +13,7 @@ Lists = list[tuple[Fields, ...]]
 """The ops of each team, in order."""
 ENCODES = (Kind.ENCODE, Kind.ENCODE_BACKWARD)
 
-_fields_of: Callable[[Op], Fields] = attrgetter("kind", "index", "on", "part", "grad")
+_fields_of: Callable[[Op], Fields] = attrgetter("kind", "index", "on", "virtual_stage", "grad")
 
 
 def lists_of(domain: DomainPlan) -> Lists:
@@ -21,9 +21,11 @@ def lists_of(domain: DomainPlan) -> Lists:
     return [tuple(map(_fields_of, ops)) for ops in domain.ops]
 
 
-def fields(kind: Kind, index: int, part: int = 0, on: Kind | None = None, grad: Grad = Grad.BOTH) -> Fields:
+def fields(
+    kind: Kind, index: int, virtual_stage: int = 0, on: Kind | None = None, grad: Grad = Grad.BOTH
+) -> Fields:
     """Return the fields of an op."""
-    return kind, index, on, part, grad
+    return kind, index, on, virtual_stage, grad
 
 
 def who(domain: DomainPlan, team: int) -> str:

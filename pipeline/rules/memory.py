@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from parallel.work import Grad, part_name
+from parallel.work import Grad, virtual_stage_name
 from pipeline.ops import BACKWARDS, Kind, Op
 from pipeline.plan import StepPlan
 from pipeline.rules.lists import ENCODES, who
@@ -36,7 +36,7 @@ def in_flight(plan: StepPlan, kept: Kept) -> Iterator[str]:
 def peaks(plan: StepPlan, kept: Kept) -> Iterator[PartPeak]:
     """Yield for each team the most that it holds of each part whose activations are bounded."""
     domain, llm = plan.domain, plan.components[plan.domain.llm]
-    names = [part_name(llm, part) for part in range(domain.num_parts)]
+    names = [virtual_stage_name(llm, number) for number in range(domain.num_virtual_stages)]
     bounded = {name for name, _ in domain.bounds}
     for team, ops in enumerate(domain.ops):
         if not any(op.kind in BACKWARDS for op in ops):
@@ -44,13 +44,13 @@ def peaks(plan: StepPlan, kept: Kept) -> Iterator[PartPeak]:
         rank = team * domain.team
         live: dict[str, int] = defaultdict(int)
         found: dict[str, PartPeak] = {}
-        split = {(op.kind, op.index, op.part) for op in ops if op.grad is Grad.WEIGHT}
+        split = {(op.kind, op.index, op.virtual_stage) for op in ops if op.grad is Grad.WEIGHT}
         held: dict[tuple[str, int], int] = {}
         for op in ops:
             if op.kind in ENCODES:
                 part = domain.encoder_batches[op.index].component
             elif op.kind in (Kind.FORWARD, Kind.BACKWARD):
-                part = names[op.part]
+                part = names[op.virtual_stage]
             else:
                 continue
             if part not in bounded:
@@ -60,6 +60,6 @@ def peaks(plan: StepPlan, kept: Kept) -> Iterator[PartPeak]:
                 live[part] += held[part, op.index]
                 if part not in found or live[part] > found[part].bytes:
                     found[part] = PartPeak(team, part, live[part], op)
-            elif op.grad is not Grad.INPUT or (op.kind, op.index, op.part) not in split:
+            elif op.grad is not Grad.INPUT or (op.kind, op.index, op.virtual_stage) not in split:
                 live[part] -= held.pop((part, op.index), 0)
         yield from found.values()

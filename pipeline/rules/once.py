@@ -62,15 +62,17 @@ def _expected(plan: StepPlan) -> list[dict[Fields, int]]:
                 expected[rank // domain.team][fields(kind, c)] = 1
     for number, component in enumerate(plan.components):
         if plan.trains(component):
-            for part in range(domain.num_parts) if number == domain.llm else (0,):
-                for team in domain.reducing(Op(Kind.REDUCE, number, part=part)):
-                    expected[team][fields(Kind.REDUCE, number, part)] = 1
+            for virtual_stage in range(domain.num_virtual_stages) if number == domain.llm else (0,):
+                for team in domain.reducing(Op(Kind.REDUCE, number, virtual_stage=virtual_stage)):
+                    expected[team][fields(Kind.REDUCE, number, virtual_stage)] = 1
     kinds = (Kind.FORWARD, Kind.BACKWARD) if plan.train else (Kind.FORWARD,)
     passes = [(kind, m) for kind in kinds for m in range(len(domain.microbatches))]
-    of_part = [{fields(kind, m, part): 1 for kind, m in passes} for part in range(domain.num_parts)]
-    for team, parts in enumerate(domain.holds):
-        for part in parts:
-            expected[team].update(of_part[part])
+    of_each = [
+        {fields(kind, m, number): 1 for kind, m in passes} for number in range(domain.num_virtual_stages)
+    ]
+    for team, held in enumerate(domain.holds):
+        for number in held:
+            expected[team].update(of_each[number])
     return expected
 
 
@@ -79,7 +81,7 @@ def _why(op: Fields, plan: StepPlan) -> str:
     kind, index, *_ = op
     if kind in ENCODES:
         return f"a chunk of positions {plan.domain.encoder_batches[index].ranks}"
-    return plan.components[index] if kind is Kind.REDUCE else "a microbatch passes every part"
+    return plan.components[index] if kind is Kind.REDUCE else "a microbatch passes every virtual stage"
 
 
 def rows_in_place(domain: DomainPlan, lists: Lists) -> Iterator[str]:

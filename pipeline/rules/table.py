@@ -1,5 +1,5 @@
-"""R5, first half: a plan says one thing of where parts and encoder batches live, and its ops are of what it
-has.
+"""R5, first half: a plan says one thing of where virtual stages and encoder batches live, and its ops are of
+what it has.
 
 Where it does not, no other rule can be checked.
 """
@@ -17,23 +17,24 @@ from pipeline.rules.lists import Lists, who
 
 
 def unclear_table(domain: DomainPlan) -> Iterator[str]:
-    """Parts that are held unevenly, teams that are not whole: nothing else can be checked."""
+    """Virtual stages that are held unevenly, teams that are not whole: nothing else can be checked."""
     size = domain.stage_size // domain.team
     holds = domain.holds[: domain.llm_size // domain.team]
     stages = [set(holds[first : first + size]) for first in range(0, len(holds), size or 1)]
-    holders = Counter(part for parts in domain.holds for part in parts)
+    holders = Counter(number for held in domain.holds for number in held)
     homes = [rank for home in domain.homes for rank in home]
     if any(rank % domain.team for rank in (domain.stage_size, *homes)):
         yield (
             f"R5: stages of {domain.stage_size} positions and the homes {domain.homes} are not all whole "
             f"teams of {domain.team}"
         )
-    elif sorted(holders) != list(range(domain.num_parts)) or set(holders.values()) != {size}:
-        yield f"R5: the parts of the LLM are on {dict(sorted(holders.items()))} teams, not all on {size}"
+    elif sorted(holders) != list(range(domain.num_virtual_stages)) or set(holders.values()) != {size}:
+        counts = dict(sorted(holders.items()))
+        yield f"R5: the virtual stages of the LLM are on {counts} teams, not all on {size}"
     elif any(after and not before for before, after in pairwise(domain.holds)):
         yield "R5: positions beside the LLM stand before some of the LLM's"
-    elif any(len(parts) > 1 for parts in stages):
-        yield f"R5: teams of one stage hold different parts: {domain.holds}"
+    elif any(len(held) > 1 for held in stages):
+        yield f"R5: teams of one stage hold different virtual stages: {domain.holds}"
     elif len(domain.ops) != len(domain.holds):
         yield f"R5: there are {len(domain.ops)} op lists for {len(domain.holds)} teams"
 
@@ -65,33 +66,35 @@ def unclear_encoder_batches(domain: DomainPlan) -> Iterator[str]:
 
 
 def unknown_ops(plan: StepPlan, lists: Lists) -> Iterator[str]:
-    """Ops of encoder batches, components, parts or microbatches that the plan does not have."""
+    """Ops of encoder batches, components, virtual stages or microbatches that the plan does not have."""
     domain, components = plan.domain, len(plan.components)
-    allowed = {parts: _allowed(domain, parts) for parts in set(domain.holds)}
+    allowed = {held: _allowed(domain, held) for held in set(domain.holds)}
     for team, ops in enumerate(lists):
         own = domain.holds[team]
         limits = allowed[own]
         for op in ops:
-            kind, index, on, part, grad = op
+            kind, index, on, virtual_stage, grad = op
             if kind is Kind.WAIT:
                 known = on in ISSUED and grad is Grad.BOTH
             else:
                 known = on is None and (grad is Grad.BOTH or kind in BACKWARDS)
             what = on or kind
             if what is Kind.REDUCE:
-                known = known and 0 <= index < components and part in (own if index == domain.llm else (0,))
+                held = own if index == domain.llm else (0,)
+                known = known and 0 <= index < components and virtual_stage in held
             elif known:
-                count, parts = limits[what]
-                known = 0 <= index < count and part in parts
+                count, held = limits[what]
+                known = 0 <= index < count and virtual_stage in held
             if not known:
                 yield f"R5: {who(domain, team)} runs {Op(*op)}, which is not in the plan"
 
 
 def _allowed(domain: DomainPlan, own: tuple[int, ...]) -> dict[Kind, tuple[int, tuple[int, ...]]]:
-    """How many indices there are for a kind of op, and for which parts, with the holders of parts `own`."""
+    """How many indices there are for a kind of op, and for which virtual stages, on who holds `own`."""
     microbatches, encoder_batches = len(domain.microbatches), len(domain.encoder_batches)
-    above = tuple(part for part in own if part < domain.num_parts - 1 and part + 1 not in own)
-    below = tuple(part for part in own if part and part - 1 not in own)
+    last = domain.num_virtual_stages - 1
+    above = tuple(number for number in own if number < last and number + 1 not in own)
+    below = tuple(number for number in own if number and number - 1 not in own)
     return {
         Kind.ENCODE: (encoder_batches, (0,)),
         Kind.ENCODE_BACKWARD: (encoder_batches, (0,)),

@@ -213,7 +213,7 @@ def _taken_off(flight: Any, prepared: Any) -> None:
 
 
 def _cleared(running: _RunningStep, op: Any) -> None:
-    running.outbox[op.kind, op.index, op.part].zero_()
+    running.outbox[op.kind, op.index, op.virtual_stage].zero_()
 
 
 def _gathered_unseen(part: PartitionedPart, layer: int) -> None:

@@ -251,8 +251,10 @@ def test_the_bubble_is_that_of_the_paper_and_all_microbatches_are_held(stages, m
 
 
 def test_several_parts_of_a_rank_go_back_in_the_order_opposite_to_that_forward():
-    domain = make_plan(Shape(2, parts=2), 2, [], GPIPE).domain
-    passes = [(op.index, op.part) for op in domain.ops[0] if op.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    domain = make_plan(Shape(2, vpp=2), 2, [], GPIPE).domain
+    passes = [
+        (op.index, op.virtual_stage) for op in domain.ops[0] if op.kind in (Kind.FORWARD, Kind.BACKWARD)
+    ]
     forward = [(0, 0), (1, 0), (0, 2), (1, 2)]
     assert passes == forward + forward[::-1]
 

@@ -22,7 +22,7 @@ from pipeline.drawing import Bar, Track
 
 SPANS = (
     Bar("wait", "wait(recv_forward 0)", 0, 0, 40, "recv_forward"),
-    Bar("forward", "forward(0, part 1)", 0, 40, 100),
+    Bar("forward", "forward(0, virtual stage 1)", 0, 40, 100),
     Bar("host", "end", None, 100, 130),
 )
 SIMULATED = (Track("rank 4", (Bar("forward", "forward(0)", 0, 0, 7),)), Track("rank 6", ()))

@@ -1,5 +1,5 @@
-"""Schedules of what ours do not order: several parts of the LLM on a rank, split backward passes, reductions
-before the end of the step.
+"""Schedules of what ours do not order: several virtual stages of the LLM on a rank, split backward passes,
+reductions before the end of the step.
 
 Each is made by ordering passes of the LLM, and by functions that turn an order into another. All ranks encode
 before the pipeline starts.
@@ -32,9 +32,9 @@ def split(ops: list[Op], delay: int = DELAY) -> list[Op]:
     return out + [op for _, op in due]
 
 
-def by_hand(parts: int = 1, splits: bool = False) -> SchedulePolicy:
-    """All encoder forwards, interleaved 1F1B over `parts` parts a rank, all encoder backwards; with `splits`
-    every backward in two halves.
+def by_hand(vpp: int = 1, splits: bool = False) -> SchedulePolicy:
+    """All encoder forwards, interleaved 1F1B over `vpp` virtual stages a rank, all encoder backwards; with
+    `splits` every backward in two halves.
     """
 
     def decide(domain: DomainPlan, facts: Facts) -> Order:
@@ -42,20 +42,20 @@ def by_hand(parts: int = 1, splits: bool = False) -> SchedulePolicy:
         for team, mine in enumerate(encoder_batches_by_team(domain)):
             stage, count = domain.stage(team * domain.team), len(domain.microbatches)
             ops = [Op(Kind.ENCODE, c) for c, *_ in mine]
-            ops += [] if stage is None else interleaved_passes(domain.num_stages, parts, count, stage)
+            ops += [] if stage is None else interleaved_passes(domain.num_stages, vpp, count, stage)
             ops += [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
             order.append(split(ops) if splits else ops)
         return order
 
-    def passes(stages: int, parts: int, microbatches: int, stage: int) -> list[Op]:
-        ops = interleaved_passes(stages, parts, microbatches, stage)
+    def passes(stages: int, vpp: int, microbatches: int, stage: int) -> list[Op]:
+        ops = interleaved_passes(stages, vpp, microbatches, stage)
         return split(ops) if splits else ops
 
-    name = "_".join(("by_hand", str(parts), *["split"] * splits))
-    return SchedulePolicy(name, decide, in_flight=partial(most_in_flight, passes), parts=parts)
+    name = "_".join(("by_hand", str(vpp), *["split"] * splits))
+    return SchedulePolicy(name, decide, in_flight=partial(most_in_flight, passes), vpp=vpp)
 
 
 SPLIT = by_hand(splits=True)
-INTERLEAVED = by_hand(parts=2)
-BOTH = by_hand(parts=2, splits=True)
+INTERLEAVED = by_hand(vpp=2)
+BOTH = by_hand(vpp=2, splits=True)
 POLICIES = {"SPLIT": SPLIT, "INTERLEAVED": INTERLEAVED, "BOTH": BOTH}

@@ -84,13 +84,15 @@ def test_every_row_is_delivered_once_for_each_point_and_stages_wait_for_theirs(
             arriving = sum(s.length for s in route.segments if s.destination == stage)
             assert arriving == (rows if stage < 3 else 0)
             ops = domain.ops[stage]
-            waits = ops.index(Op(Kind.WAIT, m, Kind.SHIP)) < ops.index(Op(Kind.FORWARD, m, part=stage))
+            waits = ops.index(Op(Kind.WAIT, m, Kind.SHIP)) < ops.index(
+                Op(Kind.FORWARD, m, virtual_stage=stage)
+            )
             assert waits or stage == 3
 
 
 def test_points_are_placed_stage_by_stage() -> None:
     points = attach_points(["llm.embed", "llm.layers.5", "llm.layers.4", "llm.layers.0"], [3, 3])
-    assert {name: (p.part, p.place) for name, p in points.items()} == {
+    assert {name: (p.virtual_stage, p.place) for name, p in points.items()} == {
         "llm.embed": (0, 0),
         "llm.layers.0": (0, 1),
         "llm.layers.4": (1, 0),

@@ -30,7 +30,7 @@ LAYOUTS = {
     "dp2": (2, []),
     "dp2, encoders frozen": (2, [FROZEN]),
     "recomputed": (2, [FROZEN, "model.llm.recompute=full"]),
-    "pp2, two parts a stage": (4, ["layout.llm.pp=2", "layout.llm.vpp=2", "pipeline=interleaved"]),
+    "pp2, two virtual stages a stage": (4, ["layout.llm.pp=2", "layout.llm.vpp=2", "pipeline=interleaved"]),
     "tp2": (4, [FROZEN, "layout.llm.tp=2"]),
     "shared": (4, [FROZEN, "layout.domain=2", "llm_sp=all"]),
     "experts": (4, [FROZEN, "model.llm.moe={experts: 4, topk: 2, ffn: 48}", "layout.llm.ep=2"]),
@@ -46,7 +46,7 @@ LAYOUTS = {
     "carried, tp2": (4, ["layout.llm.tp=2", "layout.domain=2", "cluster.queues=one"]),
 }
 # Which are compared with buckets that travel behind nothing, too: what is behind hangs on these.
-COMPARED = ("dp2", "pp2, two parts a stage", "tp2", "one queue", "carried, tp2")
+COMPARED = ("dp2", "pp2, two virtual stages a stage", "tp2", "one queue", "carried, tp2")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ class Watched:
         self.losses: list[float] = []
         self.hooks = [
             layer.register_forward_pre_hook(self._at(self.held["llm", part], at))
-            for part, of in (trainer.rank.stage.parts.items() if trainer.rank.stage else ())
+            for part, of in (trainer.rank.stage.virtual_stages.items() if trainer.rank.stage else ())
             for at, layer in enumerate(of.model.decoder.layers)
         ] + [
             layer.register_forward_pre_hook(self._at(self.held[name, 0], at))
@@ -91,7 +91,9 @@ class Watched:
         return check
 
     def doing(self, step: _RunningStep, op: Op) -> None:
-        number, part = step.held(op) if op.kind in (Kind.ENCODE, Kind.FORWARD) else (op.index, op.part)
+        number, part = (
+            step.held(op) if op.kind in (Kind.ENCODE, Kind.FORWARD) else (op.index, op.virtual_stage)
+        )
         own = self.held.get((step.plan.components[number], part)) if op.kind in _WATCHED else None
         if own is not None and op.kind is Kind.REDUCE:
             behind = self.behind if number == step.domain.llm else self.behind_encoders
@@ -152,7 +154,7 @@ def test_buckets_travel_behind_passes_and_change_nothing(
         assert not many["early"]
         assert not many["left"]
         assert min(many["counts"]) > max(one["counts"])
-        # Parts of one layer have little behind it.
+        # Virtual stages of one layer have little behind it.
         if "layout.llm.vpp=2" not in keys and "carried" not in layout:
             assert min(many["behind"]) > 0
     if layout not in COMPARED:

@@ -134,8 +134,8 @@ def _load_and_save(rank: int, config: Config, world: int, expected: Path) -> lis
     full, biases = torch.load(expected, weights_only=True)
     wrong = []
     if (stage := trainer.rank.stage) is not None:
-        for part in stage.parts.values():
-            own = expert_biases(part.model, part.numbering.first_layer)
+        for held in stage.virtual_stages.values():
+            own = expert_biases(held.model, held.numbering.first_layer)
             wrong += [name for name, bias in own.items() if not torch.equal(bias, biases[name])]
     for component, optimizer in trainer.rank.components.items():
         for named in all_parameters(optimizer.modules, trainer.rank.names[component]):

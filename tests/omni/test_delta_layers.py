@@ -84,7 +84,7 @@ def drawn(rank: int, config: Config) -> dict[str, torch.Tensor]:
     """The initial weights of the first layer's delta net, by name."""
     trainer = Trainer(prepare_run(config, 1), RunFolder.create(Path(config.run.dir)), rank, CPU)
     assert trainer.rank.stage is not None
-    layer = trainer.rank.stage.parts[0].model.decoder.layers[0]
+    layer = trainer.rank.stage.virtual_stages[0].model.decoder.layers[0]
     return {name: of.detach() for name, of in layer.self_attention.named_parameters()}
 
 

@@ -39,7 +39,7 @@ AT_ONCE += [f"cluster.{link}_latency_ns=0" for link in ("node_link", "link")] + 
 ON_NODES = ["llm_sp=dynamic", "layout.llm.cp=4", "packing=wlb", "pipeline=zero_bubble_h1", *AT_ONCE]
 ON_NODES += ["model.llm.vocab=300", "model.llm.loss_chunk=16", "data.microbatch_tokens=640"]
 CAUSES = {
-    "parts share the rotation and gathered tokens": (
+    "virtual stages share the rotation and gathered tokens": (
         4,
         [0, 3],
         ["layout.llm.tp=2", "layout.llm.pp=2", "layout.llm.vpp=2", "pipeline=interleaved"],
@@ -157,7 +157,7 @@ CAUSES = {
         [0],
         ["layout.llm.vpp=2", "pipeline=interleaved", "model.llm.vocab=8192"],
     ),
-    "parts of one rank hand gradients on without a message": (
+    "virtual stages of one rank hand gradients on without a message": (
         1,
         [0],
         ["layout.llm.vpp=2", "pipeline=interleaved", "model.llm.recompute=full"],

@@ -20,7 +20,7 @@ from omni.planning.optim_schedule import first_steps, frozen_at, learning_rate, 
 from omni.planning.prepare import prepare_run
 from omni.planning.rank_work import rank_work
 from omni.training.fingerprint import fingerprint
-from parallel.work import part_name
+from parallel.work import virtual_stage_name
 
 ALIGN = "align: {steps: 2, optim: {lr: 2e-3, warmup_steps: 0, components: {llm: {frozen: true}}}}"
 TUNE = "tune: {steps: 3, optim: {schedule: wsd, components: {image: {lr: 1e-4, schedule: cosine}}}}"
@@ -154,7 +154,7 @@ def test_memory_of_moments_begins_where_a_component_first_learns_and_stays(folde
         plan = spec.planner.next_step(step, 0, 0)
         parts, _ = model_peak(spec, rank_work(spec, plan, 0))
         held[step] = {name: parts["optimizer", name] for name in ("llm", "image")}
-    tables = OF_PARAMETER * len(spec.work[part_name(LLM, 0)].weights())
+    tables = OF_PARAMETER * len(spec.work[virtual_stage_name(LLM, 0)].weights())
     assert held[1]["llm"] == tables < held[1]["image"]
     assert held[3]["llm"] > 100 * tables
     assert held[6] == held[3], "moments of what is frozen again are still there"

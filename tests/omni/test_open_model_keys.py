@@ -130,7 +130,7 @@ def logits(
     device = torch.device("cpu")
     sizes = {"vocab_size": 260, "num_sources": 1, "dtype": torch.float32, "device": device}
     stage = LLMStage(config, Layout(), groups=groups, **sizes)
-    part = stage.parts[0]
+    part = stage.virtual_stages[0]
     for named in all_parameters({0: part.model}, {0: part.numbering}):
         named.own.copy_(full(folder, named.name))
     if positions is None:

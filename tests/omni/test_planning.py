@@ -248,14 +248,14 @@ def test_every_plan_passes_the_verifier(chosen, cursor):
         layout = planning.domain.arrangement.llm
         schedules = candidates_of(chosen["policies"].schedule, layout.vpp, layout.pp)
         for team in domain.teams:
-            for part in domain.holds[team]:
-                most = max(schedule.in_flight(domain, part) for schedule in schedules)
-                assert most_in_flight(domain.ops[team], part) <= most
+            for number in domain.holds[team]:
+                most = max(schedule.in_flight(domain, number) for schedule in schedules)
+                assert most_in_flight(domain.ops[team], number) <= most
 
 
-def most_in_flight(ops: Sequence[Op], part: int) -> int:
-    """The most microbatches that have passed a part forward and not back."""
-    here = [op for op in ops if op.part == part]
+def most_in_flight(ops: Sequence[Op], virtual_stage: int) -> int:
+    """The most microbatches that have passed a virtual stage forward and not back."""
+    here = [op for op in ops if op.virtual_stage == virtual_stage]
     steps = [(op.kind is Kind.FORWARD) - (op.kind is Kind.BACKWARD and op.makes_weight) for op in here]
     return max(accumulate(steps), default=0)
 
@@ -277,7 +277,7 @@ def test_ranks_that_the_statements_of_layers_connect_are_one_collective_group():
 
     def collective_group(layout: Layout, pool: int = 1, replicas: int = 1, experts: int = 0) -> int:
         world = arrange(layout, {}, COLOCATED, 0, replicas)
-        # The first part is dense: the last alone says that experts connect ranks.
+        # The first virtual stage is dense: the last alone says that experts connect ranks.
         moe = MoEConfig(experts=experts, ffn=32, dense_layers=2)
         return collective_group_size(llm_work(LLMConfig(**sizes, moe=moe), 64, layout, 4), world, pool)
 
@@ -323,22 +323,22 @@ def test_long_items_are_shared_where_the_policy_says_so():
         ] == [((0, 1), 2, (500, 500))]
 
 
-@pytest.mark.parametrize("parts, pp", [(1, 3), (2, 2)])
+@pytest.mark.parametrize("vpp, pp", [(1, 3), (2, 2)])
 @pytest.mark.parametrize("single_queue", [False, True])
-def test_auto_takes_what_the_best_of_its_candidates_takes(parts, pp, single_queue):
-    world = arrange(Layout(pp=pp, vpp=parts), {"eye": 1, "ear": 1}, COLOCATED, 0)
+def test_auto_takes_what_the_best_of_its_candidates_takes(vpp, pp, single_queue):
+    world = arrange(Layout(pp=pp, vpp=vpp), {"eye": 1, "ear": 1}, COLOCATED, 0)
 
     def taken(schedule):
         own = planner(
             world=world,
             policies=policies_of(LPT, schedule),
             single_queue=single_queue,
-            table=table(pp * parts),
+            table=table(pp * vpp),
             budget=Budget(36, 300, None, "drop"),
         )
         return simulate(own.next_step(1, 0, 0).domain, own.domain.table, single_queue).makespan_ns
 
-    candidates = candidates_of(AUTO, parts, 2)
+    candidates = candidates_of(AUTO, vpp, 2)
     assert len(candidates) > 1
     assert taken(AUTO) == min(map(taken, candidates))
 
@@ -699,8 +699,8 @@ def test_a_frozen_component_runs_no_backward_and_reduces_nothing():
             assert plan.frozen == frozen
             assert domain.reductions == (*encoders, (2, 1), (2, 0))
             for team, ops in enumerate(domain.ops):
-                reduced = [(op.index, op.part) for op in ops if op.kind is Kind.REDUCE]
-                assert reduced == [*encoders, *((2, part) for part in domain.holds[team])]
+                reduced = [(op.index, op.virtual_stage) for op in ops if op.kind is Kind.REDUCE]
+                assert reduced == [*encoders, *((2, number) for number in domain.holds[team])]
             freezing.verify(plan)
 
 

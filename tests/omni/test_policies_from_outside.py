@@ -35,8 +35,9 @@ def one_after_the_other(domain, costs):
             own = enumerate(domain.encoder_batches)
             mine = [c for c, of in own if of.microbatches == (m,) and rank in of.ranks]
             yield from (Op(Kind.ENCODE, c) for c in mine)
-            yield from (Op(Kind.FORWARD, m, part=part) for part in domain.parts(rank))
-            yield from (Op(Kind.BACKWARD, m, part=part) for part in reversed(domain.parts(rank)))
+            yield from (Op(Kind.FORWARD, m, virtual_stage=v) for v in domain.virtual_stages(rank))
+            back = reversed(domain.virtual_stages(rank))
+            yield from (Op(Kind.BACKWARD, m, virtual_stage=v) for v in back)
             yield from (Op(Kind.ENCODE_BACKWARD, c) for c in mine)
     return [list(ops(team * domain.team)) for team in domain.teams]
 

@@ -25,8 +25,8 @@ from omni.compose import compose_config
 from omni.config import ConfigError
 from omni.models.dispatch import Dispatcher
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
-from omni.models.llm import llm_parts
-from omni.models.llm_statement import llm_part
+from omni.models.llm import virtual_stage_layers
+from omni.models.llm_statement import llm_virtual_stage
 from omni.models.moe import CountingRouter, routers
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
@@ -356,8 +356,8 @@ def test_a_rank_of_a_70b_model_at_real_shapes(tmp_path: Path) -> None:
 
 def test_the_published_models_have_their_sizes(tmp_path: Path) -> None:
     model = compose_config(["experiment=llama3_70b", f"run.dir={tmp_path}"]).model
-    layers = llm_parts(model.llm, 260, Layout(pp=4))
-    stages = [llm_part(model.llm, 128_256, layers, stage, Layout(), element=2) for stage in range(4)]
+    layers = virtual_stage_layers(model.llm, 260, Layout(pp=4))
+    stages = [llm_virtual_stage(model.llm, 128_256, layers, stage, Layout(), element=2) for stage in range(4)]
     assert sum(weight.elements for stage in stages for weight in stage.weights()) == 70_553_706_496
     options = {key: value for key, value in model.encoders["image"].items() if key != "name"}
     encoder = ViTEncoder(ViTConfig(**options)).work(model.llm.hidden, element=2)

@@ -47,7 +47,7 @@ def flops_by_hand(spec: RunSpec, plans: list[StepPlan], path: Path) -> dict[str,
             sample = reader.read(meta.id, text=True, items=False)
             targets = int(tokenize(sample, meta, spec.tokenizer)[2].sum())
             tokens = next(s.length for s in plan.domain.samples if s.id == meta.id)
-            parts = [spec.work[f"llm/{part}"] for part in range(spec.layout.num_parts)]
+            parts = [spec.work[f"llm/{part}"] for part in range(spec.layout.num_virtual_stages)]
             load = even_load(tokens, tokens * tokens, targets=targets)
             llm += sum(part.forward(load).flops for part in parts) * spec.layout.tp
             encoder = spec.work["image"]
@@ -56,7 +56,7 @@ def flops_by_hand(spec: RunSpec, plans: list[StepPlan], path: Path) -> dict[str,
 
 
 def loads_by_hand(spec: RunSpec, plans: list[StepPlan]) -> dict[str, list[int]]:
-    """Planned nanoseconds of forward passes: the first part of each domain, and each rank's items."""
+    """Planned nanoseconds of forward passes: of each domain's first virtual stage and each rank's items."""
     found: dict[str, list[int]] = {"llm": [], "image": []}
     for plan in plans:
         domain = plan.domain

@@ -1,5 +1,5 @@
-"""What a plan can say beyond our own schedules, run and held against one rank: several parts of the LLM on a
-rank, backward passes in two halves, encoder batches of several microbatches.
+"""What a plan can say beyond our own schedules, run and held against one rank: several virtual stages of the
+LLM on a rank, backward passes in two halves, encoder batches of several microbatches.
 """
 
 import os
@@ -184,7 +184,7 @@ def test_plan_has_what_the_case_is_about(folder: Path, name: str) -> None:
     plan = planner.next_step(1, 0, 0)
     planner.verify(plan)
     domain, backward = plan.domain, [op for ops in plan.domain.ops for op in ops if op.kind in BACKWARDS]
-    several = [parts for parts in domain.holds if len(parts) > 1]
+    several = [virtual_stages for virtual_stages in domain.holds if len(virtual_stages) > 1]
     assert bool(several) == (case.schedule != "SPLIT")
     grads = {op.grad for op in backward}
     assert grads == ({Grad.BOTH} if case.schedule == "INTERLEAVED" else {Grad.INPUT, Grad.WEIGHT})
@@ -229,9 +229,9 @@ class Kept:
 def hold(
     rank: int, case: Case, config: Config
 ) -> tuple[Counter[int], Counter[int], dict[int, int], list[int], int, int]:
-    """Run a step. Returns the passes of each part that live at once at most, as run, as planned and as the
-    schedule says, how many gradients of weights each pass put off, and how many tensors graphs kept, and keep
-    after the step.
+    """Run a step. Returns the passes of each virtual stage that live at once at most, as run, as planned and
+    as the schedule says, how many gradients of weights each pass put off, and how many tensors graphs kept,
+    and keep after the step.
     """
     run_folder = RunFolder.create(Path(config.run.dir))
     trainer = Trainer(prepare(case, config), run_folder, rank, torch.device("cpu"))
@@ -250,10 +250,11 @@ def hold(
     def watched(step: Any, op: Op) -> None:
         do(step, op)
         if op.kind in BACKWARDS and op.grad is Grad.INPUT:
-            later.append(len(step.pending[op.kind, op.index, op.part]))
-        waiting = {(m, part) for kind, m, part in step.pending if kind is Kind.BACKWARD}
-        for part, number in Counter(part for _, part in waiting | step.passes.keys()).items():
-            most[part] = max(most[part], number)
+            later.append(len(step.pending[op.kind, op.index, op.virtual_stage]))
+        waiting = {(m, virtual_stage) for kind, m, virtual_stage in step.pending if kind is Kind.BACKWARD}
+        live = Counter(virtual_stage for _, virtual_stage in waiting | step.passes.keys())
+        for virtual_stage, number in live.items():
+            most[virtual_stage] = max(most[virtual_stage], number)
 
     engine._RunningStep.do = watched
     try:
@@ -266,7 +267,7 @@ def hold(
         engine._RunningStep.do = do
     domain = prepared.plan.domain
     planned = held_at_most(domain.ops_of(trainer.rank.domain_rank))
-    bound = {part: by_hand.BOTH.in_flight(domain, part) for part in planned}
+    bound = {virtual_stage: by_hand.BOTH.in_flight(domain, virtual_stage) for virtual_stage in planned}
     return most, planned, bound, later, made, len(graphs)
 
 
@@ -315,13 +316,13 @@ def _forget_one(run: Any) -> Any:
     return forgetful
 
 
-def _same_part(forward: Any) -> Any:
-    return lambda stage, part, *inputs: forward(stage, part % 2 if part == 2 else part, *inputs)
+def _same_virtual_stage(forward: Any) -> Any:
+    return lambda stage, number, *inputs: forward(stage, 0 if number == 2 else number, *inputs)
 
 
 CHANGES = {
     "a weight is forgotten": Change(PendingProducts, "run", _forget_one),
-    "the wrong part runs": Change(LLMStage, "forward", _same_part),
+    "the wrong virtual stage runs": Change(LLMStage, "forward", _same_virtual_stage),
 }
 
 
@@ -333,27 +334,27 @@ def test_what_goes_wrong_is_seen(ranks: RankPool, folder: Path, name: str) -> No
     assert compare(expected, found)[0].relative > 100 * TOLERANCE
 
 
-def test_a_shared_embedding_is_reduced_after_the_last_part(folder: Path) -> None:
+def test_a_shared_embedding_is_reduced_after_the_last_virtual_stage(folder: Path) -> None:
     case = CASES["both, both ends on a rank"]
     planner = prepare(case, configure(folder, *case.line)).planner
     plan = planner.next_step(1, 0, 0)
     domain = plan.domain
     assert domain.reductions == ((0, 1), (0, 0), (1, 0))
     last = len(domain.microbatches) - 1
-    late = Op(Kind.BACKWARD, last, part=1, grad=Grad.WEIGHT)
-    reductions = [Op(Kind.REDUCE, 0), Op(Kind.REDUCE, 0, part=1), Op(Kind.REDUCE, 1)]
+    late = Op(Kind.BACKWARD, last, virtual_stage=1, grad=Grad.WEIGHT)
+    reductions = [Op(Kind.REDUCE, 0), Op(Kind.REDUCE, 0, virtual_stage=1), Op(Kind.REDUCE, 1)]
     lists = []
     for ops in domain.ops:
         waits = [op for op in ops if op.on is Kind.REDUCE]
         rest = [op for op in ops if op not in (*reductions, *waits, late)]
         lists.append((*rest, reductions[0], late, *reductions[1:], *waits))
     domain = replace(domain, ops=tuple(lists), reductions=((0, 0), (0, 1), (1, 0)))
-    words = r"R3: position 0 must run backward\(2, part 1, weight\) before reduce\(0\)"
+    words = r"R3: position 0 must run backward\(2, virtual stage 1, weight\) before reduce\(0\)"
     with pytest.raises(PlanRefusedError, match=words):
         planner.verify(replace(plan, domain=domain))
 
 
-def test_a_schedule_is_not_given_more_parts_than_it_orders(folder: Path) -> None:
+def test_a_schedule_is_not_given_more_virtual_stages_than_it_orders(folder: Path) -> None:
     words = (
         r"layout\.llm\.vpp=2: pipeline\.policy=encode_first orders at most 1 on a rank: "
         r"set layout\.llm\.vpp=1, or choose one for several, such as interleaved"

@@ -63,7 +63,7 @@ def test_partitions_equal_one_rank(ranks: RankPool, folder: Path, zero: int, cas
 
 
 def held_whole(rank: int, config: Config, world: int) -> list[tuple[int, int]]:
-    """Train a step; how many matrices were whole before its update, and after it, in each part."""
+    """Train a step; how many matrices were whole before its update, and after it, in each virtual stage."""
     trainer = Trainer(prepare_run(config, world), RunFolder.create(Path(config.run.dir)), rank, CPU)
     assert trainer.rank.stage is not None
     counts = []

@@ -35,9 +35,9 @@ UNIT = 4  # tokens of an item for each of its rows
 @dataclass(frozen=True)
 class Shape:
     """The ranks of a domain. `homes` are those of audio and of image, by default all ranks of the LLM; images
-    have rows for the embedding of the first part and for each of `taps`. A rank has `parts` parts, dealt to
-    the stages in turn, or with `fold` two, forth and back: the last stage has both in the middle. `team`
-    ranks share an op list.
+    have rows for the embedding, and for each of `taps`. A rank has `vpp` virtual stages, dealt to the stages
+    in turn, or with `fold` two, forth and back: the last stage has both in the middle. `team` ranks share an
+    op list.
     """
 
     stages: int = 1
@@ -47,17 +47,17 @@ class Shape:
     beside: int = 0
     homes: tuple[tuple[int, int], ...] = ()
     taps: tuple[Point, ...] = ()
-    parts: int = 1
+    vpp: int = 1
     team: int = 1
     fold: bool = False
 
     @property
     def holds(self) -> tuple[tuple[int, ...], ...]:
-        """Parts by team."""
-        of_stage = [tuple(range(s, self.num_parts, self.stages)) for s in range(self.stages)]
+        """Virtual stages by team."""
+        of_stage = [tuple(range(s, self.num_virtual_stages, self.stages)) for s in range(self.stages)]
         if self.fold:
             of_stage = [(s, 2 * self.stages - 1 - s) for s in range(self.stages)]
-        llm = [parts for parts in of_stage for _ in range(self.stage_size // self.team)]
+        llm = [held for held in of_stage for _ in range(self.stage_size // self.team)]
         return (*llm, *((),) * (self.beside // self.team))
 
     @property
@@ -69,8 +69,8 @@ class Shape:
         return self.stages * self.stage_size
 
     @property
-    def num_parts(self) -> int:
-        return self.stages * self.parts
+    def num_virtual_stages(self) -> int:
+        return self.stages * self.vpp
 
     @property
     def feeds(self) -> tuple[tuple[str, tuple[Point, ...]], ...]:
@@ -179,7 +179,7 @@ def make_plan(
         encoder_batches=tuple(encoder_batches),
         routes=(),
         ops=(),
-        reductions=tuple((n, p) for n in trained for p in range(shape.num_parts if n == LLM else 1)),
+        reductions=tuple((n, p) for n in trained for p in range(shape.num_virtual_stages if n == LLM else 1)),
         feeds=shape.feeds,
     )
     domain = replace(domain, routes=plan_routes(domain), bounds=_bounds(domain, schedule))
@@ -208,11 +208,12 @@ def make_plan(
 
 
 def _bounds(domain: DomainPlan, schedule: str | Builder) -> tuple[tuple[str, int], ...]:
-    """Passes in flight of each part: in our schedules, as many as they say."""
+    """Passes in flight of each virtual stage: in our schedules, as many as they say."""
     policy = BUILDERS.get(schedule) if isinstance(schedule, str) else schedule
     ours = isinstance(policy, SchedulePolicy)
-    most = policy.in_flight if ours else lambda domain, part: len(domain.microbatches)
-    return tuple((f"llm/{part}", most(domain, part)) for part in range(domain.num_parts))
+    most = policy.in_flight if ours else lambda domain, virtual_stage: len(domain.microbatches)
+    numbers = range(domain.num_virtual_stages)
+    return tuple((f"llm/{number}", most(domain, number)) for number in numbers)
 
 
 def _tp_groups(domain: DomainPlan) -> dict[str, list[tuple[int, ...]]]:

@@ -32,9 +32,9 @@ def with_lists(plan: StepPlan, edit: Callable[[Lists], object]) -> StepPlan:
 def problems(
     plan: StepPlan, bound: int | None = None, single_fifo: bool = False, kept: Kept = one
 ) -> list[str]:
-    """Broken rules, where every part may hold `bound` microbatches, or as many as the plan says."""
+    """Broken rules, where every virtual stage may hold `bound` microbatches, or as many as the plan says."""
     if bound is not None:
-        bounds = tuple((f"llm/{part}", bound) for part in range(plan.domain.num_parts))
+        bounds = tuple((f"llm/{number}", bound) for number in range(plan.domain.num_virtual_stages))
         plan = with_domain(plan, bounds=bounds)
     return list(violations(plan, kept, single_fifo))
 
@@ -44,12 +44,12 @@ def rules(plan: StepPlan, bound: int | None = None) -> set[str]:
 
 
 def at(ops: list[Op], op: Op) -> int:
-    """Where an op stands in a list, whatever part it is of."""
+    """Where an op stands in a list, whatever virtual stage it is of."""
     return next(n for n, o in enumerate(ops) if (o.kind, o.index, o.on) == (op.kind, op.index, op.on))
 
 
 def of_rank(plan: StepPlan, rank: int, op: Op) -> Op:
-    """The op as a rank's list has it, with its part."""
+    """The op as a rank's list has it, with its virtual stage."""
     ops = list(plan.domain.ops[rank])
     return ops[at(ops, op)]
 
@@ -107,9 +107,9 @@ def copy_one(ops: list[Op], random: Random) -> None:
     ops.insert(random.randint(0, len(ops)), random.choice(ops))
 
 
-def other_part(ops: list[Op], random: Random) -> None:
+def other_virtual_stage(ops: list[Op], random: Random) -> None:
     at = random.randrange(len(ops))
-    ops[at] = replace(ops[at], part=random.choice(ops).part)
+    ops[at] = replace(ops[at], virtual_stage=random.choice(ops).virtual_stage)
 
 
 def other_half(ops: list[Op], random: Random) -> None:
@@ -120,7 +120,7 @@ def other_half(ops: list[Op], random: Random) -> None:
 
 
 EDITS = (swap_two, swap_two, move_one, swap_neighbours, swap_neighbours, drop_one)
-WIDE_EDITS = (*EDITS, copy_one, other_part, other_half)
+WIDE_EDITS = (*EDITS, copy_one, other_virtual_stage, other_half)
 
 
 def with_edits(

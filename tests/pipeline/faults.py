@@ -63,7 +63,7 @@ def first_of(plan: StepPlan, team: int) -> str:
 
 
 def wait_for(op: Op) -> Op:
-    return Op(Kind.WAIT, op.index, op.kind, op.part)
+    return Op(Kind.WAIT, op.index, op.kind, op.virtual_stage)
 
 
 def is_local(plan: StepPlan, op: Op) -> bool:
@@ -94,7 +94,7 @@ def _sends(op: Op) -> str:
 
 
 def swapped_messages(kinds: tuple[Kind, ...]) -> Fault:
-    """Two messages of one part to the same neighbour."""
+    """Two messages of one virtual stage to the same neighbour."""
 
     def plant(plan: StepPlan, random: Random) -> Planted | None:
         places = sites(plan, lambda plan, team, op: op.kind in kinds)
@@ -182,13 +182,13 @@ def waits_of_passes(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator[
     took = {Kind.FORWARD: Kind.RECV_FORWARD, Kind.BACKWARD: Kind.RECV_BACKWARD}
     for op in ops:
         if op.kind in PASSES and op.makes_input:
-            yield Op(Kind.WAIT, op.index, took[op.kind], op.part), op
+            yield Op(Kind.WAIT, op.index, took[op.kind], op.virtual_stage), op
 
 
 def waits_of_rows(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator[Pair]:
-    with_rows = plan.domain.parts_with_rows(team * plan.domain.team)
+    with_rows = plan.domain.virtual_stages_with_rows(team * plan.domain.team)
     for op in ops:
-        if op.kind is Kind.FORWARD and op.part in with_rows:
+        if op.kind is Kind.FORWARD and op.virtual_stage in with_rows:
             yield Op(Kind.WAIT, op.index, Kind.SHIP), op
 
 
@@ -196,14 +196,14 @@ def forwards_of_backwards(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Ite
     back = {Kind.BACKWARD: Kind.FORWARD, Kind.ENCODE_BACKWARD: Kind.ENCODE}
     for op in ops:
         if op.kind in back and op.makes_input:
-            yield Op(back[op.kind], op.index, part=op.part), op
+            yield Op(back[op.kind], op.index, virtual_stage=op.virtual_stage), op
 
 
 def passes_of_sends(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator[Pair]:
     sent = {Kind.FORWARD: Kind.SEND_FORWARD, Kind.BACKWARD: Kind.SEND_BACKWARD}
     for op in ops:
         if op.kind in PASSES and op.makes_input:
-            yield op, Op(sent[op.kind], op.index, part=op.part)
+            yield op, Op(sent[op.kind], op.index, virtual_stage=op.virtual_stage)
 
 
 def encodes_of_ships(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator[Pair]:
@@ -214,9 +214,9 @@ def encodes_of_ships(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator
 
 
 def backwards_of_returns(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> Iterator[Pair]:
-    with_rows = plan.domain.parts_with_rows(team * plan.domain.team)
+    with_rows = plan.domain.virtual_stages_with_rows(team * plan.domain.team)
     for op in ops:
-        if op.kind is Kind.BACKWARD and op.makes_input and op.part in with_rows:
+        if op.kind is Kind.BACKWARD and op.makes_input and op.virtual_stage in with_rows:
             yield op, Op(Kind.RETURN, op.index)
 
 
@@ -240,7 +240,7 @@ def gradients_of_reductions(plan: StepPlan, team: int, ops: tuple[Op, ...]) -> I
             name = (
                 plan.components[plan.domain.llm] if llm else plan.domain.encoder_batches[op.index].component
             )
-            yield op, Op(Kind.REDUCE, plan.components.index(name), part=op.part)
+            yield op, Op(Kind.REDUCE, plan.components.index(name), virtual_stage=op.virtual_stage)
 
 
 # R4: waits.
@@ -263,7 +263,7 @@ def changed_wait(change: Callable[[list[Op], Op], str]) -> Fault:
 
 def _issue(wait: Op) -> Op:
     assert wait.on is not None
-    return Op(wait.on, wait.index, part=wait.part)
+    return Op(wait.on, wait.index, virtual_stage=wait.virtual_stage)
 
 
 def wait_before_issue(ops: list[Op], wait: Op) -> str:
@@ -296,7 +296,7 @@ def circle_of_messages(plan: StepPlan, random: Random) -> Planted | None:
         plan,
         lambda plan, team, op: (
             op.kind is Kind.SEND_FORWARD
-            and Op(Kind.RECV_BACKWARD, op.index, part=op.part) in plan.domain.ops[team]
+            and Op(Kind.RECV_BACKWARD, op.index, virtual_stage=op.virtual_stage) in plan.domain.ops[team]
         ),
     )
     if not places:
@@ -304,7 +304,7 @@ def circle_of_messages(plan: StepPlan, random: Random) -> Planted | None:
     team, at = random.choice(places)
     lists = lists_of(plan)
     sent = lists[team][at]
-    receive = Op(Kind.RECV_BACKWARD, sent.index, part=sent.part)
+    receive = Op(Kind.RECV_BACKWARD, sent.index, virtual_stage=sent.virtual_stage)
     for op in (wait_for(receive), receive):
         lists[team].remove(op)
     place = lists[team].index(sent)
@@ -341,7 +341,7 @@ def collective_group_in_opposite_orders(plan: StepPlan, random: Random) -> Plant
     team, lists = random.randrange(domain.llm_size // domain.team), lists_of(plan)
     ops = lists[team]
     first, second = random.sample(range(len(domain.microbatches)), 2)
-    i, j = (ops.index(Op(Kind.FORWARD, m, part=domain.holds[team][0])) for m in (first, second))
+    i, j = (ops.index(Op(Kind.FORWARD, m, virtual_stage=domain.holds[team][0])) for m in (first, second))
     ops[i], ops[j] = ops[j], ops[i]
     return Planted(with_ops(plan, lists), "R7", (f"{first_of(plan, team)} stands at op ",))
 

@@ -1,4 +1,4 @@
-"""Faults in what lists run, and in what a plan says of parts, encoder batches and rows (R5, R6): see
+"""Faults in what lists run, and in what a plan says of virtual stages, encoder batches and rows (R5, R6): see
 `faults.py`.
 """
 
@@ -63,12 +63,12 @@ def added_op(make: Callable[[StepPlan, int], Op | None], *said: str) -> Fault:
 
 def a_microbatch_too_many(plan: StepPlan, team: int) -> Op | None:
     own = plan.domain.holds[team]
-    return Op(Kind.FORWARD, len(plan.domain.microbatches), part=own[0]) if own else None
+    return Op(Kind.FORWARD, len(plan.domain.microbatches), virtual_stage=own[0]) if own else None
 
 
-def a_part_it_lacks(plan: StepPlan, team: int) -> Op | None:
-    others = set(range(plan.domain.num_parts)) - set(plan.domain.holds[team])
-    return Op(Kind.FORWARD, 0, part=min(others)) if others and plan.domain.microbatches else None
+def a_virtual_stage_it_lacks(plan: StepPlan, team: int) -> Op | None:
+    others = set(range(plan.domain.num_virtual_stages)) - set(plan.domain.holds[team])
+    return Op(Kind.FORWARD, 0, virtual_stage=min(others)) if others and plan.domain.microbatches else None
 
 
 def an_encoder_batch_of_others(plan: StepPlan, team: int) -> Op | None:
@@ -89,7 +89,7 @@ def a_frozen_weight(plan: StepPlan, team: int) -> Op | None:
     own = plan.domain.holds[team]
     if plan.components[plan.domain.llm] not in plan.frozen or not own or not plan.domain.microbatches:
         return None
-    return Op(Kind.BACKWARD, 0, part=own[0], grad=Grad.WEIGHT)
+    return Op(Kind.BACKWARD, 0, virtual_stage=own[0], grad=Grad.WEIGHT)
 
 
 def a_whole_beside_halves(plan: StepPlan, team: int) -> Op | None:
@@ -193,16 +193,17 @@ def changed_route(lose: bool) -> Fault:
     return plant
 
 
-def part_held_twice(plan: StepPlan, random: Random) -> Planted | None:
+def virtual_stage_held_twice(plan: StepPlan, random: Random) -> Planted | None:
     domain = plan.domain
     team = random.randrange(domain.llm_size // domain.team)
-    others = set(range(domain.num_parts)) - set(domain.holds[team])
+    others = set(range(domain.num_virtual_stages)) - set(domain.holds[team])
     if not others:
         return None
     holds = list(domain.holds)
     holds[team] = (*holds[team], min(others))
-    counts = dict(sorted(Counter(part for parts in holds for part in parts).items()))
-    return Planted(with_domain(plan, holds=tuple(holds)), "R5", (f"parts of the LLM are on {counts} teams",))
+    counts = dict(sorted(Counter(number for held in holds for number in held).items()))
+    words = f"virtual stages of the LLM are on {counts} teams"
+    return Planted(with_domain(plan, holds=tuple(holds)), "R5", (words,))
 
 
 def backward_in_evaluation(plan: StepPlan, random: Random) -> Planted | None:
@@ -219,25 +220,27 @@ def backward_in_evaluation(plan: StepPlan, random: Random) -> Planted | None:
 
 
 def forwards_over_the_bound(plan: StepPlan, random: Random) -> Planted | None:
-    """A team runs more forwards of a part before any backward than the part may hold."""
+    """A team runs more forwards of a virtual stage before any backward than that may hold."""
     bounds = dict(plan.domain.bounds)
     found = [
-        (team, part)
-        for team, parts in enumerate(plan.domain.holds)
-        for part in parts
-        if plan.train and bounds[f"llm/{part}"] < len(plan.domain.microbatches)
+        (team, virtual_stage)
+        for team, virtual_stages in enumerate(plan.domain.holds)
+        for virtual_stage in virtual_stages
+        if plan.train and bounds[f"llm/{virtual_stage}"] < len(plan.domain.microbatches)
     ]
     if not found:
         return None
-    (team, part), lists = random.choice(found), lists_of(plan)
+    (team, virtual_stage), lists = random.choice(found), lists_of(plan)
     ops = lists[team]
-    forwards = [op for op in ops if op.kind is Kind.FORWARD and op.part == part]
-    back = next(at for at, op in enumerate(ops) if op.kind is Kind.BACKWARD and op.part == part)
+    forwards = [op for op in ops if op.kind is Kind.FORWARD and op.virtual_stage == virtual_stage]
+    back = next(
+        at for at, op in enumerate(ops) if op.kind is Kind.BACKWARD and op.virtual_stage == virtual_stage
+    )
     lists[team] = [*(op for op in ops[:back] if op not in forwards), *forwards]
     lists[team] += [op for op in ops[back:] if op not in forwards]
     words = (
         f"{who(plan.domain, team)} holds {len(forwards)} ",
-        f"of llm/{part} at {forwards[-1]}, more than its",
+        f"of llm/{virtual_stage} at {forwards[-1]}, more than its",
     )
     return Planted(with_ops(plan, lists), "R6", words)
 
@@ -260,7 +263,7 @@ WORK: dict[str, Fault] = {
     "a weight gradient twice": changed_count(lambda op: op.grad is Grad.WEIGHT, 2),
     "a whole backward beside its halves": added_op(a_whole_beside_halves, " 1 times whole, 1 times "),
     "a reduction left out": changed_count(of_kind(Kind.REDUCE), 0),
-    "a part that its rank lacks": added_op(a_part_it_lacks, ", which is not in the plan"),
+    "a virtual stage that its rank lacks": added_op(a_virtual_stage_it_lacks, ", which is not in the plan"),
     "a backward of a frozen encoder": added_op(a_frozen_encoder_batch, " 1 times, not 0: "),
     "a weight gradient of a frozen llm": added_op(a_frozen_weight, " 1 for weights, not "),
     "an encoder batch where its encoder is not": encoder_batch_where_its_encoder_is_not,
@@ -268,7 +271,7 @@ WORK: dict[str, Fault] = {
     "an encoder batch less": changed_encoder_batches(an_encoder_batch_less),
     "rows that arrive elsewhere": changed_route(lose=False),
     "rows that are lost": changed_route(lose=True),
-    "a part that two ranks hold": part_held_twice,
+    "a virtual stage that two ranks hold": virtual_stage_held_twice,
     "a backward in evaluation": backward_in_evaluation,
     "forwards over the bound": forwards_over_the_bound,
 }

@@ -20,10 +20,10 @@ FROZEN = ((), (), (), ("image",), ("audio", "image"), ("llm",), ("audio", "llm")
 
 def random_domain(random: Random, policy: SchedulePolicy, most: int = 6) -> tuple[StepPlan, Costs]:
     """A step of training of up to `most` microbatches in any domain that a schedule can order, and what its
-    ops cost: up to eight stages, several parts a rank where the schedule takes them.
+    ops cost: up to eight stages, several virtual stages a rank where the schedule takes them.
     """
-    parts = (1, 2, 2, 3) if policy.parts is None else range(1, policy.parts + 1)
-    shape = random_wide_shape(random, MOST_STAGES, max_wide=4, parts=parts, folds=False)
+    vpp = (1, 2, 2, 3) if policy.vpp is None else range(1, policy.vpp + 1)
+    shape = random_wide_shape(random, MOST_STAGES, max_wide=4, vpp=vpp, folds=False)
     microbatches = random.randint(0, most)
     work = whole_teams(random_work(random, shape, microbatches), shape)
     costs = random_costs(random)

@@ -18,7 +18,8 @@ from pipeline.plan import StepPlan
 
 ENCODER = (Kind.ENCODE, Kind.ENCODE_BACKWARD)
 PASS = (Kind.FORWARD, Kind.BACKWARD)
-SHIFT = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}  # a message is called by the part that sends it
+# A message is called by the virtual stage that sends it.
+SHIFT = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}
 
 
 class DeadlockError(Exception):
@@ -61,9 +62,9 @@ class RandomRanks:
         self.random = Random(seed)
         self.single_queue = single_queue
         self.holds = [domain.holds[rank // domain.team] for rank in range(len(self.lists))]
-        self.last = max(part for parts in self.holds for part in parts)
-        taken = {0} | {point.part for _, points in domain.feeds for point in points}
-        self.with_rows = [[part for part in parts if part in taken] for parts in self.holds]
+        self.last = max(number for held in self.holds for number in held)
+        taken = {0} | {point.virtual_stage for _, points in domain.feeds for point in points}
+        self.with_rows = [[number for number in held if number in taken] for held in self.holds]
         self.ranks = [_Rank() for _ in self.lists]
         # Per communicator and end, what was issued there in order, and how many of them are complete.
         self.issued: dict[tuple, dict[int, list[Op]]] = {}
@@ -126,10 +127,10 @@ class RandomRanks:
         ops, at = self.lists[rank], self.ranks[rank].at
         return ops[at] if at < len(ops) else None
 
-    def holder(self, part: int, rank: int) -> int:
-        """The domain rank that holds a part, at the same place among its holders."""
-        own = [r for r, parts in enumerate(self.holds) if parts == self.holds[rank]]
-        return [r for r, parts in enumerate(self.holds) if part in parts][own.index(rank)]
+    def holder(self, virtual_stage: int, rank: int) -> int:
+        """The domain rank that holds a virtual stage, at the same place among its holders."""
+        own = [r for r, held in enumerate(self.holds) if held == self.holds[rank]]
+        return [r for r, held in enumerate(self.holds) if virtual_stage in held][own.index(rank)]
 
     # Communication.
 
@@ -146,11 +147,11 @@ class RandomRanks:
         if kind is Kind.REDUCE:
             home = range(*self.domain.homes[op.index])
             llm = op.index == self.domain.llm
-            return ("reduce", *(r for r in home if not llm or op.part in self.holds[r]))
+            return ("reduce", *(r for r in home if not llm or op.virtual_stage in self.holds[r]))
         if kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD):
-            other = self.holder(op.part + 1, rank)
+            other = self.holder(op.virtual_stage + 1, rank)
         else:
-            other = self.holder(op.part - 1, rank)
+            other = self.holder(op.virtual_stage - 1, rank)
         sends = kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD)
         ends = (rank, other) if sends else (other, rank)
         forward = kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
@@ -187,28 +188,28 @@ class RandomRanks:
     def reduces(self, line: tuple) -> tuple[int, int]:
         """What is to be summed next on a line of reductions."""
         op = self.issued[line][line[1]][self.complete.get(line, 0)]
-        return op.index, op.part
+        return op.index, op.virtual_stage
 
     def came_to(self, pair: tuple[int, int]) -> bool:
         """Whether all holders in this domain have come to a reduction."""
         if pair in self.reduced:
             return True
-        line = self.line(Op(Kind.REDUCE, pair[0], part=pair[1]), 0)
+        line = self.line(Op(Kind.REDUCE, pair[0], virtual_stage=pair[1]), 0)
         number = self.complete.get(line, 0)
         ends = [self.issued.get(line, {}).get(rank, [])[number:] for rank in line[1:]]
-        return all(ops and (ops[0].index, ops[0].part) == pair for ops in ends)
+        return all(ops and (ops[0].index, ops[0].virtual_stage) == pair for ops in ends)
 
     def deliver(self, line: tuple) -> None:
         ends = [self.issued[line][rank][self.complete.get(line, 0)] for rank in line[1:]]
         if line[0] == "reduce":
-            self.reduced.append((ends[0].index, ends[0].part))
-        named = {(op.index, op.part + SHIFT.get(op.kind, 0)) for op in ends}
+            self.reduced.append((ends[0].index, ends[0].virtual_stage))
+        named = {(op.index, op.virtual_stage + SHIFT.get(op.kind, 0)) for op in ends}
         if len(named) != 1 or (line[0] == "together" and len(set(ends)) != 1):
             raise DataError(f"{line} mixes {[str(op) for op in ends]}")
         self.complete[line] = self.complete.get(line, 0) + 1
         for rank, op in zip(line[1:], ends, strict=True):
             self.queues[rank].remove(line)
-            self.ranks[rank].waited.add((op.kind, op.index, op.part))
+            self.ranks[rank].waited.add((op.kind, op.index, op.virtual_stage))
 
     # Ops.
 
@@ -219,8 +220,8 @@ class RandomRanks:
             return False
         waited = self.ranks[rank].waited
         if op.kind is Kind.WAIT:
-            return (op.on, op.index, op.part) in waited
-        return not self.ranks[rank].came or (op.kind, op.index, op.part) in waited
+            return (op.on, op.index, op.virtual_stage) in waited
+        return not self.ranks[rank].came or (op.kind, op.index, op.virtual_stage) in waited
 
     def step(self, rank: int) -> bool:
         """Run a rank's next op; False if the rank has only come to where others must come too."""
@@ -233,7 +234,7 @@ class RandomRanks:
                 self.issue(rank, op)
                 return False
             me.came = False
-            me.waited.remove((op.kind, op.index, op.part))
+            me.waited.remove((op.kind, op.index, op.virtual_stage))
         self.do(op, rank)
         me.at += 1
         if me.at == len(self.lists[rank]):
@@ -241,7 +242,8 @@ class RandomRanks:
         return True
 
     def do(self, op: Op, rank: int) -> None:  # noqa: C901  one branch for each kind of op
-        me, encoder_batches, m, part = self.ranks[rank], self.domain.encoder_batches, op.index, op.part
+        me, encoder_batches = self.ranks[rank], self.domain.encoder_batches
+        m, virtual_stage = op.index, op.virtual_stage
         own = self.holds[rank]
         if op.kind is Kind.ENCODE:
             for batch in encoder_batches[m].microbatches:
@@ -254,26 +256,30 @@ class RandomRanks:
                     me.take(op, "encoded", c, m)
             self.issue(rank, op)
         elif op.kind is Kind.FORWARD:
-            if part:
-                me.take(op, Kind.RECV_FORWARD, m, part)
-            if part in self.with_rows[rank] and self.domain.routes[m] is not None:
-                me.take(op, Kind.SHIP, m, part)
-            if part < self.last:
-                me.put(*((Kind.RECV_FORWARD, m, part + 1) if part + 1 in own else ("output", m, part)))
+            if virtual_stage:
+                me.take(op, Kind.RECV_FORWARD, m, virtual_stage)
+            if virtual_stage in self.with_rows[rank] and self.domain.routes[m] is not None:
+                me.take(op, Kind.SHIP, m, virtual_stage)
+            if virtual_stage < self.last:
+                after = virtual_stage + 1
+                me.put(*((Kind.RECV_FORWARD, m, after) if after in own else ("output", m, virtual_stage)))
             if self.plan.train:
-                me.put("pass", m, part)
+                me.put("pass", m, virtual_stage)
         elif op.kind is Kind.BACKWARD and op.grad is Grad.WEIGHT:
-            me.take(op, "weights", m, part)
+            me.take(op, "weights", m, virtual_stage)
         elif op.kind is Kind.BACKWARD:
-            me.take(op, "pass", m, part)
+            me.take(op, "pass", m, virtual_stage)
             if op.grad is Grad.INPUT and self.plan.trains(self.plan.components[self.domain.llm]):
-                me.put("weights", m, part)
-            if part < self.last:
-                me.take(op, Kind.RECV_BACKWARD, m, part)
-            if part:
-                me.put(*((Kind.RECV_BACKWARD, m, part - 1) if part - 1 in own else ("gradient", m, part)))
-            if part in self.with_rows[rank] and m in self.returned[rank]:
-                me.put("row gradients", m, part)
+                me.put("weights", m, virtual_stage)
+            if virtual_stage < self.last:
+                me.take(op, Kind.RECV_BACKWARD, m, virtual_stage)
+            if virtual_stage:
+                before = virtual_stage - 1
+                me.put(
+                    *((Kind.RECV_BACKWARD, m, before) if before in own else ("gradient", m, virtual_stage))
+                )
+            if virtual_stage in self.with_rows[rank] and m in self.returned[rank]:
+                me.put("row gradients", m, virtual_stage)
         elif op.kind is Kind.RETURN:
             for with_rows in self.with_rows[rank]:
                 me.take(op, "row gradients", m, with_rows)
@@ -288,7 +294,7 @@ class RandomRanks:
             if op.grad is Grad.INPUT:
                 me.put("encoder weights", m)
         elif op.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-            me.take(op, "output" if op.kind is Kind.SEND_FORWARD else "gradient", m, part)
+            me.take(op, "output" if op.kind is Kind.SEND_FORWARD else "gradient", m, virtual_stage)
             self.issue(rank, op)
         elif op.kind in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD):
             self.issue(rank, op)
@@ -296,17 +302,17 @@ class RandomRanks:
             self.wait(rank, op)
         else:
             assert op.kind is Kind.REDUCE
-            me.summed.add((m, part))
+            me.summed.add((m, virtual_stage))
             self.issue(rank, op)
         if op.kind in (Kind.BACKWARD, Kind.ENCODE_BACKWARD) and op.grad is not Grad.INPUT:
             llm = op.kind is Kind.BACKWARD
             number = self.domain.llm if llm else self.plan.components.index(encoder_batches[m].component)
-            if (number, part) in me.summed:
+            if (number, virtual_stage) in me.summed:
                 raise DataError(f"{op} adds to gradients that were reduced before")
 
     def issue(self, rank: int, op: Op) -> None:
         if self.is_local(op):
-            self.ranks[rank].waited.add((op.kind, op.index, op.part))
+            self.ranks[rank].waited.add((op.kind, op.index, op.virtual_stage))
         else:
             line = self.line(op, rank)
             self.issued.setdefault(line, {}).setdefault(rank, []).append(op)
@@ -314,12 +320,12 @@ class RandomRanks:
 
     def wait(self, rank: int, op: Op) -> None:
         me = self.ranks[rank]
-        me.waited.remove((op.on, op.index, op.part))
+        me.waited.remove((op.on, op.index, op.virtual_stage))
         if op.on is Kind.SHIP:
-            for part in self.with_rows[rank]:
-                me.put(op.on, op.index, part)
+            for virtual_stage in self.with_rows[rank]:
+                me.put(op.on, op.index, virtual_stage)
         elif op.on in (Kind.RECV_FORWARD, Kind.RECV_BACKWARD, Kind.RETURN):
-            me.put(op.on, op.index, op.part)
+            me.put(op.on, op.index, op.virtual_stage)
 
     @staticmethod
     def forget_returns(me: _Rank) -> None:

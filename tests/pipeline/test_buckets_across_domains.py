@@ -35,8 +35,8 @@ Step = tuple[object, ...]
 
 
 class Buckets:
-    """The reduction of a part on one rank: each bucket is noted in the rank's `queue` as it starts. A bucket
-    has one element; of so many layers, number `at` is complete behind the layer of the same share.
+    """The reduction of a virtual stage on one rank: each bucket is noted in the rank's `queue` as it starts.
+    A bucket has one element; of so many layers, number `at` is complete behind the layer of the same share.
     """
 
     def __init__(self, pair: Pair, elements: int, layers: int, queue: list[Step]) -> None:
@@ -67,7 +67,7 @@ def queue_of(
     begins = closing(domain, team, fronts)
     for op in domain.ops[team]:
         if op.kind is Kind.REDUCE:
-            reductions[op.index, op.part].begin()
+            reductions[op.index, op.virtual_stage].begin()
         elif op.kind in COMPUTE:
             of = begins.get(op, ())
             own = bool(of) and of[-1] == made_by(domain, COMPONENTS, op)
@@ -75,7 +75,9 @@ def queue_of(
             collective_group = domain.collective_group_of(op, team * domain.team)
             for layer in reversed(range(layers)):
                 if len(collective_group) > 1:
-                    queue.append((number, collective_group, op.kind, op.index, op.part, op.grad, layer))
+                    queue.append(
+                        (number, collective_group, op.kind, op.index, op.virtual_stage, op.grad, layer)
+                    )
                 behind.left(layer, layers)
         elif op.kind in COLLECTIVE:
             route = domain.routes[op.index]
@@ -83,10 +85,10 @@ def queue_of(
                 queue.append((number, op.kind, op.index))
         elif op.kind is not Kind.WAIT:
             source, destination = domain.sender(op, team * domain.team)
-            part = op.part + {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(op.kind, 0)
+            virtual_stage = op.virtual_stage + {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(op.kind, 0)
             forward = op.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
             teams = source // domain.team, destination // domain.team
-            queue.append((number, forward, op.index, part, teams))
+            queue.append((number, forward, op.index, virtual_stage, teams))
     return queue
 
 

@@ -12,21 +12,21 @@ from pipeline.simulator import Timeline, run
 FORWARD, INPUT, WEIGHT = 420, 540, 300  # nanoseconds of a stage
 
 
-def domain_of(schedule: str, stages: int, microbatches: int, parts: int = 1) -> DomainPlan:
-    return make_plan(Shape(stages, parts=parts), microbatches, [], schedule).domain
+def domain_of(schedule: str, stages: int, microbatches: int, vpp: int = 1) -> DomainPlan:
+    return make_plan(Shape(stages, vpp=vpp), microbatches, [], schedule).domain
 
 
 def timeline_of(domain: DomainPlan) -> Timeline:
     """A step of even stages whose messages take no time."""
-    parts = domain.num_parts // domain.num_stages
+    vpp = domain.num_virtual_stages // domain.num_stages
     backward = {Grad.BOTH: INPUT + WEIGHT, Grad.INPUT: INPUT, Grad.WEIGHT: WEIGHT}
 
     def compute_ns(rank: int, op: Op) -> int:
         if op.kind is Kind.REDUCE:
             return 0
         whole = FORWARD if op.kind is Kind.FORWARD else backward[op.grad]
-        assert whole % parts == 0
-        return whole // parts
+        assert whole % vpp == 0
+        return whole // vpp
 
     return run(domain, compute_ns, lambda op: 0)
 
@@ -64,22 +64,20 @@ def test_a_stage_of_zb_h2_idles_between_its_first_and_last_pass_as_the_paper_say
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
-@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("vpp", [1, 2, 5])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_the_bubble_of_interleaved_parts_is_divided_by_their_number(stages, parts, groups):
+def test_the_bubble_of_interleaved_virtual_stages_is_divided_by_their_number(stages, vpp, groups):
     microbatches = groups * stages
     whole = FORWARD + INPUT + WEIGHT
-    expected = microbatches * whole + (stages - 1) * whole // parts
-    assert makespan(domain_of("interleaved", stages, microbatches, parts)) == expected
+    expected = microbatches * whole + (stages - 1) * whole // vpp
+    assert makespan(domain_of("interleaved", stages, microbatches, vpp)) == expected
 
 
-@pytest.mark.parametrize(
-    "stages, parts, microbatches", [(4, 2, 6), (3, 3, 7), (4, 1, 1), (2, 4, 5), (5, 2, 3)]
-)
-def test_a_last_group_that_is_not_full_costs_at_most_what_a_full_one_does(stages, parts, microbatches):
+@pytest.mark.parametrize("stages, vpp, microbatches", [(4, 2, 6), (3, 3, 7), (4, 1, 1), (2, 4, 5), (5, 2, 3)])
+def test_a_last_group_that_is_not_full_costs_at_most_what_a_full_one_does(stages, vpp, microbatches):
     full = -(-microbatches // stages) * stages
-    taken = makespan(domain_of("interleaved", stages, microbatches, parts))
-    assert taken <= makespan(domain_of("interleaved", stages, full, parts))
+    taken = makespan(domain_of("interleaved", stages, microbatches, vpp))
+    assert taken <= makespan(domain_of("interleaved", stages, full, vpp))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 7])
@@ -107,13 +105,14 @@ def test_each_schedule_holds_what_it_says(stages):
             assert schedule not in expected or most == expected[schedule](stage), schedule
 
 
-def test_interleaved_parts_hold_at_most_two_groups_each():
-    domain = domain_of("interleaved", 4, 16, parts=3)
+def test_interleaved_virtual_stages_hold_at_most_two_groups_each():
+    domain = domain_of("interleaved", 4, 16, vpp=3)
     for stage, ops in enumerate(domain.ops):
         most = held_at_most(ops)
         assert set(most) == {stage, stage + 4, stage + 8}
         assert all(
-            BUILDERS["interleaved"].in_flight(domain, part) == held <= 8 for part, held in most.items()
+            BUILDERS["interleaved"].in_flight(domain, virtual_stage) == held <= 8
+            for virtual_stage, held in most.items()
         )
 
 

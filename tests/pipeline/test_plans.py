@@ -24,7 +24,8 @@ HERE = Path(__file__).parent
 
 def a_plan() -> StepPlan:
     """Two stages of two cp ranks with a team of two ranks, and a team beside them, with halves of backwards,
-    an encoder batch of two microbatches, an attach point beside the embedding and reductions of parts.
+    an encoder batch of two microbatches, an attach point beside the embedding and reductions of virtual
+    stages.
     """
     work = [
         Work("image", 0, (2, 3), (2, 1)),
@@ -33,7 +34,7 @@ def a_plan() -> StepPlan:
     ]
     taps = (Point("llm.layers.1", 1, 0),)
     shape = Shape(
-        2, pool=2, tp=2, collective_group=2, team=2, parts=2, beside=2, homes=((8, 10), (0, 4)), taps=taps
+        2, pool=2, tp=2, collective_group=2, team=2, vpp=2, beside=2, homes=((8, 10), (0, 4)), taps=taps
     )
     builder = with_split_backwards(INTERLEAVED, seed=1)
     plan = make_plan(shape, 2, work, builder, frozen=("audio",), cuts=Random(1))
@@ -183,7 +184,7 @@ def test_where_one_tuple_ends_and_the_next_begins_is_hashed():
 
 def test_objects_that_are_shared_are_hashed_as_those_that_are_not():
     def op() -> Op:
-        return Op(Kind.BACKWARD, 3, part=1, grad=Grad.WEIGHT)
+        return Op(Kind.BACKWARD, 3, virtual_stage=1, grad=Grad.WEIGHT)
 
     shared = op()
     assert digest_of((shared, shared, (shared,))) == digest_of((op(), op(), (op(),)))
@@ -238,5 +239,9 @@ def test_the_digest_is_the_same_in_another_process(hash_seed):
 def test_ops_read_well():
     assert str(Op(Kind.FORWARD, 3)) == "forward(3)"
     assert str(Op(Kind.WAIT, 3, Kind.SHIP)) == "wait(ship 3)"
-    assert str(Op(Kind.WAIT, 3, Kind.RECV_FORWARD, part=2)) == "wait(recv_forward 3, part 2)"
-    assert str(Op(Kind.BACKWARD, 3, part=2, grad=Grad.WEIGHT)) == "backward(3, part 2, weight)"
+    assert (
+        str(Op(Kind.WAIT, 3, Kind.RECV_FORWARD, virtual_stage=2)) == "wait(recv_forward 3, virtual stage 2)"
+    )
+    assert (
+        str(Op(Kind.BACKWARD, 3, virtual_stage=2, grad=Grad.WEIGHT)) == "backward(3, virtual stage 2, weight)"
+    )

@@ -42,7 +42,7 @@ def facts(plan: StepPlan) -> set[tuple[object, ...]]:
     components = {encoder_batch.component for encoder_batch in domain.encoder_batches}
     seen = {
         ("stages", domain.num_stages),
-        ("parts of a rank", domain.num_parts // domain.num_stages),
+        ("virtual stages of a rank", domain.num_virtual_stages // domain.num_stages),
         ("pool", domain.pool),
         ("tp", domain.tp),
         ("collective group", domain.collective_group),
@@ -91,7 +91,7 @@ def test_random_domains_are_of_every_kind(schedule):
     }
     wanted |= {("shards of a sequence", n) for n in (1, 2, 3)}
     wanted |= {("frozen", *names) for names in ((), ("image",), ("audio", "image"), ("llm",))}
-    if BUILDERS[schedule].parts is None:
-        wanted |= {("parts of a rank", n) for n in (1, 2, 3)}
+    if BUILDERS[schedule].vpp is None:
+        wanted |= {("virtual stages of a rank", n) for n in (1, 2, 3)}
     few = {fact: counted(schedule)[fact] for fact in wanted if counted(schedule)[fact] < 3}
     assert not few

@@ -37,7 +37,7 @@ def makespan(domain: DomainPlan, reduce_ns: int) -> int:
 def test_the_llm_is_reduced_while_encoders_go_back():
     domain = two_stages()
     for team, ops in enumerate(domain.ops):
-        kinds, reduction = [op.kind for op in ops], ops.index(Op(Kind.REDUCE, LLM, part=team))
+        kinds, reduction = [op.kind for op in ops], ops.index(Op(Kind.REDUCE, LLM, virtual_stage=team))
         assert max(at for at, kind in enumerate(kinds) if kind is Kind.BACKWARD) < reduction
         assert reduction < kinds.index(Kind.ENCODE_BACKWARD)
         assert [op.on for op in ops[-2:]] == [Kind.REDUCE] * 2
@@ -56,10 +56,11 @@ def test_reductions_of_an_order_that_has_them_stay():
     assert ops == [forward, first, backward, *others]
 
 
-def test_a_shared_embedding_waits_for_the_last_part():
-    domain = make_plan(Shape(1, parts=2), 1, [], "interleaved").domain
-    domain = replace(domain, reductions=((LLM, 0), (LLM, 1)))  # so that the last part's does not keep it back
-    order = [Op(Kind.BACKWARD, 0), Op(Kind.BACKWARD, 0, part=1)]
+def test_a_shared_embedding_waits_for_the_last_virtual_stage():
+    domain = make_plan(Shape(1, vpp=2), 1, [], "interleaved").domain
+    # So that the last virtual stage's does not keep it back.
+    domain = replace(domain, reductions=((LLM, 0), (LLM, 1)))
+    order = [Op(Kind.BACKWARD, 0), Op(Kind.BACKWARD, 0, virtual_stage=1)]
     (ops,) = with_reductions([order], domain, COMPONENTS)
     assert ops.index(Op(Kind.REDUCE, LLM)) > ops.index(order[1])
     (ops,) = with_reductions([order[:1]], domain, COMPONENTS)  # of another rank's output it waits for nothing
@@ -89,7 +90,7 @@ def test_what_is_complete_goes_behind_the_backward_of_an_encoder_that_a_rank_run
     assert begun_behind(ENCODED, OF_IMAGE, OF_LLM) == [(ENCODED, both[1:])]
     # An op between them may be one that peers wait for.
     assert begun_behind(ENCODED, Op(Kind.SHIP, 0), OF_LLM) == []
-    # The last part may make gradients of the first one's embedding.
+    # The last virtual stage may make gradients of the first one's embedding.
     assert begun_behind(LLM_BACK, OF_IMAGE, OF_LLM) == []
     assert begun_behind(LLM_BACK, OF_LLM, OF_IMAGE) == [(LLM_BACK, both[:1])]
 

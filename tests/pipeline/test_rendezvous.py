@@ -34,7 +34,7 @@ def uneven(seed: int, encode_ns: int = 900) -> Costs:
         if op.kind is Kind.REDUCE:
             return 0
         encodes = op.kind in (Kind.ENCODE, Kind.ENCODE_BACKWARD)
-        ns = of_encoder_batch[op.index] if encodes else of_stage[op.part][op.index]
+        ns = of_encoder_batch[op.index] if encodes else of_stage[op.virtual_stage][op.index]
         return 2 * ns if op.kind in BACKWARDS else ns
 
     return compute_ns, lambda op: 10
@@ -103,12 +103,12 @@ def test_a_stage_waits_for_the_next_one_before_it_begins_a_long_pass() -> None:
     takes = {(0, 2): 100, (1, 0): 12}
 
     def compute_ns(rank: int, op: Op) -> int:
-        return takes.get((op.part, op.index), 10) if op.kind is Kind.FORWARD else 20
+        return takes.get((op.virtual_stage, op.index), 10) if op.kind is Kind.FORWARD else 20
 
     lists = in_orders(domain, meet(moves_of(run(domain, compute_ns, lambda op: 1))))
     timeline = run(replace(domain, ops=tuple(map(tuple, lists))), compute_ns, lambda op: 1, single_fifo=True)
     begins = {event.op: event.start_ns for event in timeline.events[1] if event.op.kind is Kind.FORWARD}
-    assert begins[Op(Kind.FORWARD, 1, part=1)] == 24
+    assert begins[Op(Kind.FORWARD, 1, virtual_stage=1)] == 24
     (long,) = (event for event in timeline.events[0] if event.op == Op(Kind.FORWARD, 2))
     assert long.end_ns == 124
 

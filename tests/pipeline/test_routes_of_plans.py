@@ -60,7 +60,7 @@ def random_encoder_batch(random, component, part, items, size, num_points):
 
 
 def domain_of(layout, tp, size, items, encoder_batches, feeds):
-    """A domain of one microbatch over `size` domain ranks, of which STAGES stages hold a part each."""
+    """A domain of one microbatch over `size` domain ranks: STAGES stages of one virtual stage each."""
     held = [(stage,) for stage in range(STAGES) for _ in range(layout.num_cp_ranks * tp)]
     return DomainPlan(
         team=1,
@@ -126,7 +126,7 @@ def test_every_row_arrives_once_at_each_of_its_attach_points(random):
     wanted = []
     for (i, row, point), (domain_rank, at) in sent_rows(encoder_batches, items, feeds).items():
         rank, token = place[items[i].start + row]
-        destination = point.part * stage_size + rank
+        destination = point.virtual_stage * stage_size + rank
         wanted.append((domain_rank, at, destination, token, i, domain.all_points.index(point)))
     planned = sum(items[i].rows * len(feeds[c.component]) for c in encoder_batches for i in c.items)
     assert len(wanted) == planned

@@ -186,7 +186,7 @@ def test_encode_first_encodes_before_the_pipeline_and_goes_back_after_it():
     for stage, ops in enumerate(make_plan(2, 4, work, "encode_first").domain.ops):
         kinds = [op.kind for op in ops if op.kind in (Kind.ENCODE, Kind.FORWARD, Kind.BACKWARD)]
         assert Kind.ENCODE not in kinds[kinds.index(Kind.FORWARD) :]
-        after = ops[ops.index(Op(Kind.BACKWARD, 3, part=stage)) :]
+        after = ops[ops.index(Op(Kind.BACKWARD, 3, virtual_stage=stage)) :]
         assert sum(op.kind is Kind.ENCODE_BACKWARD for op in after) == 4
 
 
@@ -397,7 +397,7 @@ def test_a_pass_begins_when_its_weights_have_arrived():
     parts = {name: work_cost(0, 0, 100, gather_ns=ns) for name, ns in gathered.items()}
     table_ = CostTable(0, parts, Links(FREE, FREE), 0, COMPONENTS)
     timeline = simulate(domain, table_)
-    # Encoders' first. The first rank encodes from 30 to 230, and its part of the LLM is there at 280; the
+    # Encoders' first. The first rank encodes from 30 to 230, and its virtual stage is there at 280; the
     # second has the first's output at 380 and its own weights at 530.
     firsts = [next(event for event in events if event.op.kind is Kind.FORWARD) for events in timeline.events]
     assert [event.end_ns for event in firsts] == [380, 630]

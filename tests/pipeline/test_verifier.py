@@ -210,7 +210,7 @@ def test_every_doubled_wait_is_refused(rank, at):
 def test_every_wait_before_its_issue_is_refused(rank, at):
     def edit(lists):
         wait = lists[rank].pop(at)
-        lists[rank].insert(lists[rank].index(Op(wait.on, wait.index, part=wait.part)), wait)
+        lists[rank].insert(lists[rank].index(Op(wait.on, wait.index, virtual_stage=wait.virtual_stage)), wait)
 
     found = problems(edited(edit))
     assert any(text.startswith("R4") and "not in flight" in text for text in found)

@@ -40,17 +40,25 @@ def test_random_wide_plans_hold_everything():
             for ops in domain.ops
             for at, op in enumerate(ops)
         )
-        seen.update([("parts", max(map(len, domain.holds))), ("team", domain.team), ("early", early)])
+        seen.update(
+            [("virtual stages", max(map(len, domain.holds))), ("team", domain.team), ("early", early)]
+        )
         seen.update([("split", Grad.INPUT in grads), ("split encoders", Grad.WEIGHT in halves)])
         seen.update([("mixed", len(grads) == 3), ("frozen", *plan.frozen), ("train", plan.train)])
         seen.update([("many", any(len(batch.microbatches) > 1 for batch in domain.encoder_batches))])
-        within = [p + 1 in parts for parts in domain.holds for p in parts if p + 1 < domain.num_parts]
+        last = domain.num_virtual_stages - 1
+        within = [v + 1 in held for held in domain.holds for v in held if v < last]
         seen.update([("hands on within a rank", any(within), all(within))])
-        with_rows = max(len(domain.parts_with_rows(rank)) for rank in range(domain.num_ranks))
-        seen.update([("rows at parts of one rank", with_rows)])
-    wanted = [("parts", n) for n in (1, 2, 3)] + [("team", 1), ("team", 2), ("early", True), ("split", True)]
+        with_rows = max(len(domain.virtual_stages_with_rows(rank)) for rank in range(domain.num_ranks))
+        seen.update([("rows at virtual stages of one rank", with_rows)])
+    wanted = [("virtual stages", n) for n in (1, 2, 3)] + [
+        ("team", 1),
+        ("team", 2),
+        ("early", True),
+        ("split", True),
+    ]
     wanted += [("split encoders", True), ("mixed", True), ("frozen", "llm"), ("many", True), ("train", False)]
-    wanted += [("hands on within a rank", True, False), ("rows at parts of one rank", 2)]
+    wanted += [("hands on within a rank", True, False), ("rows at virtual stages of one rank", 2)]
     assert all(seen[what] >= 5 for what in wanted), seen
 
 
@@ -89,18 +97,18 @@ def test_domains_that_reduce_in_one_order_run_together(seed):
     RandomRanks.together([early, other, early], seed)
 
 
-@pytest.mark.parametrize("stages, parts, microbatches", [(2, 2, 4), (4, 2, 8), (2, 3, 6), (4, 3, 8)])
-def test_interleaving_takes_the_time_of_the_closed_form(stages, parts, microbatches):
-    """The bubble is that of 1F1B over the parts of a rank (Narayanan et al., 2021, section 2.2)."""
-    domain = make_plan(Shape(stages, parts=parts), microbatches, [], INTERLEAVED).domain
+@pytest.mark.parametrize("stages, vpp, microbatches", [(2, 2, 4), (4, 2, 8), (2, 3, 6), (4, 3, 8)])
+def test_interleaving_takes_the_time_of_the_closed_form(stages, vpp, microbatches):
+    """The bubble is that of 1F1B over the virtual stages of a rank (Narayanan et al., 2021, section 2.2)."""
+    domain = make_plan(Shape(stages, vpp=vpp), microbatches, [], INTERLEAVED).domain
     timeline = run(domain, lambda r, op: {Kind.FORWARD: 10, Kind.BACKWARD: 20}.get(op.kind, 0), lambda op: 0)
-    assert timeline.makespan_ns == microbatches * parts * 30 + (stages - 1) * 30
+    assert timeline.makespan_ns == microbatches * vpp * 30 + (stages - 1) * 30
 
 
 def test_a_fold_hands_on_in_the_last_stage_without_a_message():
-    domain = make_plan(Shape(3, parts=2, fold=True), 2, [], build_in_turn).domain
+    domain = make_plan(Shape(3, vpp=2, fold=True), 2, [], build_in_turn).domain
     assert domain.holds == ((0, 5), (1, 4), (2, 3))
-    sent = [[op.part for op in ops if op.kind is Kind.SEND_FORWARD] for ops in domain.ops]
+    sent = [[op.virtual_stage for op in ops if op.kind is Kind.SEND_FORWARD] for ops in domain.ops]
     assert sent == [[0, 0], [1, 1, 4, 4], [3, 3]]
 
 

@@ -1,5 +1,5 @@
-"""Each rule that plans with parts, teams, encoder batches and split backwards bring: one broken plan for
-each.
+"""Each rule that plans with virtual stages, teams, encoder batches and split backwards bring: one broken plan
+for each.
 """
 
 from dataclasses import replace
@@ -22,9 +22,9 @@ INPUT, WEIGHT = Grad.INPUT, Grad.WEIGHT
 
 
 def a_plan(split: float = 1, frozen: tuple[str, ...] = ()) -> StepPlan:
-    """Four microbatches on two ranks with two parts each; encoder batch 2·m + r is rank r's for m."""
+    """Four microbatches on two ranks of two virtual stages each; encoder batch 2·m + r is rank r's for m."""
     work = [Work("image", m, (rank,), (2, 1)) for m in range(4) for rank in range(2)]
-    return make_plan(Shape(2, parts=2), 4, work, with_split_backwards(INTERLEAVED, 0, split), frozen)
+    return make_plan(Shape(2, vpp=2), 4, work, with_split_backwards(INTERLEAVED, 0, split), frozen)
 
 
 def move(ops: list[Op], op: Op, to: Op, after: bool = False) -> None:
@@ -50,7 +50,7 @@ def test_the_plan_itself_is_safe():
 # Split backwards.
 
 HALVES = pytest.mark.parametrize(
-    "whole", [Op(B, 1, part=2), Op(Kind.ENCODE_BACKWARD, 2)], ids=["a pass", "an encoder"]
+    "whole", [Op(B, 1, virtual_stage=2), Op(Kind.ENCODE_BACKWARD, 2)], ids=["a pass", "an encoder"]
 )
 
 
@@ -96,10 +96,12 @@ def test_a_weight_gradient_of_a_frozen_llm_is_refused():
     """It would add to gradients that nobody reduces or clears."""
     safe = a_plan(frozen=("llm",))
     assert not problems(safe, bound=100)
-    assert Op(B, 1, part=2, grad=INPUT) in safe.domain.ops[0]
-    plan = with_lists(safe, lambda lists: lists[0].append(Op(B, 1, part=2, grad=WEIGHT)))
+    assert Op(B, 1, virtual_stage=2, grad=INPUT) in safe.domain.ops[0]
+    plan = with_lists(safe, lambda lists: lists[0].append(Op(B, 1, virtual_stage=2, grad=WEIGHT)))
     refused(
-        plan, "R5: position 0 runs backward(1, part 2) 0 times whole, 1 times for inputs and 1 for weights"
+        plan,
+        "R5: position 0 runs backward(1, virtual stage 2) 0 times whole, 1 times for inputs and 1 for "
+        "weights",
     )
 
 
@@ -112,10 +114,10 @@ def test_a_forward_has_no_halves():
 
 
 @pytest.mark.parametrize("split", [0, 1])
-def test_a_reduction_before_the_last_gradient_of_its_part_is_refused(split):
+def test_a_reduction_before_the_last_gradient_of_its_virtual_stage_is_refused(split):
     plan = a_plan(split, frozen=("audio", "image"))
-    ops, reduction = plan.domain.ops[0], Op(Kind.REDUCE, LLM, part=0)
-    last = [op for op in ops if op.kind is B and op.part == 0 and op.makes_weight][-1]
+    ops, reduction = plan.domain.ops[0], Op(Kind.REDUCE, LLM, virtual_stage=0)
+    last = [op for op in ops if op.kind is B and op.virtual_stage == 0 and op.makes_weight][-1]
     before = with_lists(plan, lambda lists: move(lists[0], reduction, last))
     refused(before, f"R3: position 0 must run {last} before {reduction}")
     assert "adds to gradients that were reduced before" in str(what_happens(before))
@@ -124,66 +126,66 @@ def test_a_reduction_before_the_last_gradient_of_its_part_is_refused(split):
     assert what_happens(after) is None
 
 
-def test_a_reduction_before_anything_of_its_part_is_refused():
+def test_a_reduction_before_anything_of_its_virtual_stage_is_refused():
     plan = a_plan(frozen=("audio", "image"))
-    reduction = Op(Kind.REDUCE, LLM, part=0)
+    reduction = Op(Kind.REDUCE, LLM, virtual_stage=0)
     plan = with_lists(plan, lambda lists: (lists[0].remove(reduction), lists[0].insert(0, reduction)))
     refused(plan, "R3: position 0 must run backward(0, weight) before reduce(2)")
 
 
-def test_the_first_part_is_reduced_after_the_gradients_of_an_output_that_may_be_tied_to_it():
-    plan = make_plan(Shape(1, parts=2), 2, [], with_split_backwards(build_in_turn, 0, 1))
+def test_the_first_virtual_stage_is_reduced_after_the_gradients_of_an_output_that_may_be_tied_to_it():
+    plan = make_plan(Shape(1, vpp=2), 2, [], with_split_backwards(build_in_turn, 0, 1))
     assert problems(plan, bound=100) == []
-    last, reduction = Op(B, 1, part=1, grad=WEIGHT), Op(Kind.REDUCE, LLM, part=0)
+    last, reduction = Op(B, 1, virtual_stage=1, grad=WEIGHT), Op(Kind.REDUCE, LLM, virtual_stage=0)
     plan = with_lists(plan, lambda lists: move(lists[0], last, reduction, after=True))
     assert problems(plan, bound=100) == [f"R3: position 0 must run {last} before {reduction}"]
 
 
-def test_two_parts_that_one_rank_reduces_in_the_wrong_order_are_refused():
-    first, second = Op(Kind.REDUCE, LLM, part=0), Op(Kind.REDUCE, LLM, part=2)
+def test_two_virtual_stages_that_one_rank_reduces_in_the_wrong_order_are_refused():
+    first, second = Op(Kind.REDUCE, LLM, virtual_stage=0), Op(Kind.REDUCE, LLM, virtual_stage=2)
     plan = with_lists(a_plan(), lambda lists: move(lists[0], first, second, after=True))
     refused(plan, "R1: position 0 reduces in order [(0, 0), (1, 0), (2, 2), (2, 0)], not that of the plan")
 
 
-def test_the_reduction_of_a_part_that_a_rank_does_not_hold_is_refused():
-    plan = with_lists(a_plan(), lambda lists: lists[0].append(Op(Kind.REDUCE, LLM, part=1)))
+def test_the_reduction_of_a_virtual_stage_that_a_rank_does_not_hold_is_refused():
+    plan = with_lists(a_plan(), lambda lists: lists[0].append(Op(Kind.REDUCE, LLM, virtual_stage=1)))
     found = problems(plan)
-    assert found == ["R5: position 0 runs reduce(2, part 1), which is not in the plan"]
+    assert found == ["R5: position 0 runs reduce(2, virtual stage 1), which is not in the plan"]
 
 
-# Parts.
+# Virtual stages.
 
 
-def test_a_message_to_the_wrong_part_is_refused():
-    """The ranks are the same, so only the part tells one message from the other."""
+def test_a_message_to_the_wrong_virtual_stage_is_refused():
+    """The ranks are the same, so only the virtual stage tells one message from the other."""
 
     def edit(lists: Lists) -> None:
-        at = [n for n, op in enumerate(lists[0]) if op.kind is Kind.SEND_FORWARD and op.part == 0][1]
+        at = [n for n, op in enumerate(lists[0]) if op.kind is Kind.SEND_FORWARD and op.virtual_stage == 0][1]
         wait = lists[0].index(Op(Kind.WAIT, lists[0][at].index, Kind.SEND_FORWARD))
-        lists[0][at] = replace(lists[0][at], part=2)
-        lists[0][wait] = replace(lists[0][wait], part=2)
+        lists[0][at] = replace(lists[0][at], virtual_stage=2)
+        lists[0][wait] = replace(lists[0][wait], virtual_stage=2)
 
     refused(
         with_lists(a_plan(), edit),
         "R2: position 0 sends send_forward [(0, 1), (1, 3), (0, 3), (1, 3)",
-        "R3: position 0 must run forward(1, part 2) before send_forward(1, part 2)",
-        "R4: position 0 issues send_forward(1, part 2) twice",
+        "R3: position 0 must run forward(1, virtual stage 2) before send_forward(1, virtual stage 2)",
+        "R4: position 0 issues send_forward(1, virtual stage 2) twice",
     )
 
 
-def test_messages_of_two_parts_in_the_wrong_order_are_refused():
+def test_messages_of_two_virtual_stages_in_the_wrong_order_are_refused():
     def edit(lists: Lists) -> None:
-        i, j = (lists[0].index(Op(Kind.SEND_FORWARD, m, part=p)) for m, p in ((1, 2), (2, 0)))
+        i, j = (lists[0].index(Op(Kind.SEND_FORWARD, m, virtual_stage=p)) for m, p in ((1, 2), (2, 0)))
         lists[0][i], lists[0][j] = lists[0][j], lists[0][i]
 
     refused(with_lists(a_plan(), edit), "R2: position 0 sends send_forward")
 
 
-def test_a_part_before_the_one_that_it_continues_is_refused():
-    """Part 2 of rank 0 needs what rank 1 makes of part 0 of rank 0."""
+def test_a_virtual_stage_before_the_one_that_it_continues_is_refused():
+    """Virtual stage 2, of rank 0, needs what rank 1 makes of 0, of rank 0."""
 
     def edit(lists: Lists) -> None:
-        move(lists[0], Op(F, 0), Op(F, 0, part=2), after=True)
+        move(lists[0], Op(F, 0), Op(F, 0, virtual_stage=2), after=True)
         move(lists[0], Op(Kind.SEND_FORWARD, 0), Op(F, 0), after=True)
 
     plan = with_lists(a_plan(), edit)
@@ -191,21 +193,26 @@ def test_a_part_before_the_one_that_it_continues_is_refused():
 
 
 def folded(edit) -> StepPlan:
-    return with_lists(make_plan(Shape(2, parts=2, fold=True), 2, [], build_in_turn), edit)
+    return with_lists(make_plan(Shape(2, vpp=2, fold=True), 2, [], build_in_turn), edit)
 
 
 @pytest.mark.parametrize(
-    "early, late", [(Op(F, 1, part=1), Op(F, 1, part=2)), (Op(B, 1, part=2), Op(B, 1, part=1))], ids=str
+    "early, late",
+    [
+        (Op(F, 1, virtual_stage=1), Op(F, 1, virtual_stage=2)),
+        (Op(B, 1, virtual_stage=2), Op(B, 1, virtual_stage=1)),
+    ],
+    ids=str,
 )
-def test_a_part_that_hands_on_within_its_rank_comes_first(early, late):
+def test_a_virtual_stage_that_hands_on_within_its_rank_comes_first(early, late):
     assert not problems(folded(lambda lists: None))
     plan = folded(lambda lists: move(lists[1], early, late, after=True))
     refused(plan, f"R3: position 1 must run {early} before {late}")
 
 
 def test_a_message_within_a_rank_is_refused():
-    """No rank sends to itself: the next part finds what it needs."""
-    added = [Op(Kind.SEND_FORWARD, 1, part=1), Op(Kind.RECV_FORWARD, 1, part=2)]
+    """No rank sends to itself: the next virtual stage finds what it needs."""
+    added = [Op(Kind.SEND_FORWARD, 1, virtual_stage=1), Op(Kind.RECV_FORWARD, 1, virtual_stage=2)]
     plan = folded(lambda lists: lists[1].extend(added))
     assert problems(plan) == [f"R5: position 1 runs {op}, which is not in the plan" for op in added]
 
@@ -213,12 +220,12 @@ def test_a_message_within_a_rank_is_refused():
 @pytest.mark.parametrize(
     "op",
     [
-        Op(F, 0, part=1),
-        Op(B, 0, part=4),
+        Op(F, 0, virtual_stage=1),
+        Op(B, 0, virtual_stage=4),
         Op(Kind.SEND_BACKWARD, 0),
         Op(Kind.RECV_FORWARD, 0),
-        Op(Kind.SHIP, 0, part=2),
-        Op(Kind.ENCODE, 0, part=2),
+        Op(Kind.SHIP, 0, virtual_stage=2),
+        Op(Kind.ENCODE, 0, virtual_stage=2),
         Op(Kind.WAIT, 0),
         Op(Kind.WAIT, 0, F),
         Op(Kind.WAIT, 0, Kind.SHIP, grad=INPUT),
@@ -226,7 +233,7 @@ def test_a_message_within_a_rank_is_refused():
     ],
     ids=str,
 )
-def test_an_op_that_a_rank_of_these_parts_cannot_run_is_refused(op):
+def test_an_op_that_a_rank_of_these_virtual_stages_cannot_run_is_refused(op):
     plan = with_lists(a_plan(), lambda lists: lists[0].append(op))
     assert problems(plan) == [f"R5: position 0 runs {op}, which is not in the plan"]
 
@@ -241,8 +248,8 @@ def test_an_op_that_a_rank_of_these_parts_cannot_run_is_refused(op):
         (((0, 2), (1, 3), ()), "2 op lists for 3 teams"),
     ],
 )
-def test_a_table_that_holds_a_part_on_too_few_or_too_many_teams_is_refused(holds, words):
-    """A message to a part goes to the team at the same place among its holders: it must have one."""
+def test_a_table_that_holds_a_virtual_stage_on_too_few_or_too_many_teams_is_refused(holds, words):
+    """A message to a virtual stage goes to the team at the same place among its holders: it must have one."""
     found = problems(with_domain(a_plan(), holds=holds))
     (text,) = found
     assert text.startswith("R5: ")
@@ -250,18 +257,18 @@ def test_a_table_that_holds_a_part_on_too_few_or_too_many_teams_is_refused(holds
 
 
 @pytest.mark.parametrize("holds", [((0, 2), (1,)), ((0, 1, 2, 3), ())])
-def test_a_table_without_the_parts_of_the_ops_is_refused(holds):
+def test_a_table_without_the_virtual_stages_of_the_ops_is_refused(holds):
     found = problems(with_domain(a_plan(), holds=holds))
     assert found
     assert all(text.startswith("R5: position") and "not in the plan" in text for text in found)
 
 
-def test_teams_of_a_stage_that_hold_different_parts_are_refused():
-    """Each part is on two teams, but the ranks of a stage share its layers."""
-    plan = make_plan(Shape(2, pool=2, parts=2), 2, [], build_in_turn)
+def test_teams_of_a_stage_that_hold_different_virtual_stages_are_refused():
+    """Each virtual stage is on two teams, but the ranks of a stage share its layers."""
+    plan = make_plan(Shape(2, pool=2, vpp=2), 2, [], build_in_turn)
     assert not problems(plan)
     (text,) = problems(with_domain(plan, holds=((0, 2), (1, 3), (0, 2), (1, 3))))
-    assert "R5: teams of one stage hold different parts" in text
+    assert "R5: teams of one stage hold different virtual stages" in text
 
 
 # Teams.
@@ -311,8 +318,8 @@ def test_homes_that_are_not_of_whole_teams_are_refused():
 def test_what_a_team_does_wrong_names_its_ranks():
     plan = with_lists(team_plan(), lambda lists: lists[2].clear())
     found = problems(plan)
-    why = "a microbatch passes every part"
-    assert f"R5: the team of positions 4 to 5 runs forward(0, part 1) 0 times, not 1: {why}" in found
+    why = "a microbatch passes every virtual stage"
+    assert f"R5: the team of positions 4 to 5 runs forward(0, virtual stage 1) 0 times, not 1: {why}" in found
     assert found[-1].startswith("R7: position 0 stands at op")
     assert "waiting for position 4 to take part" in found[-1]
 
@@ -327,11 +334,11 @@ def test_a_message_that_both_ends_exchange_twice_is_refused(kind, rank, other):
     receive = Kind.RECV_FORWARD if kind is Kind.SEND_FORWARD else Kind.RECV_BACKWARD
 
     def edit(lists: Lists) -> None:
-        for ops, end, part in ((lists[rank], kind, rank), (lists[other], receive, other)):
+        for ops, end, virtual_stage in ((lists[rank], kind, rank), (lists[other], receive, other)):
             at = ops.index(next(op for op in ops if op.kind is Kind.REDUCE))
-            ops[at:at] = [Op(end, 1, part=part), Op(Kind.WAIT, 1, end, part)]
+            ops[at:at] = [Op(end, 1, virtual_stage=virtual_stage), Op(Kind.WAIT, 1, end, virtual_stage)]
 
-    refused(with_lists(plan, edit), f"R4: position {rank} issues {Op(kind, 1, part=rank)} twice")
+    refused(with_lists(plan, edit), f"R4: position {rank} issues {Op(kind, 1, virtual_stage=rank)} twice")
 
 
 @pytest.mark.parametrize("kind", [Kind.SHIP, Kind.RETURN])
@@ -392,20 +399,20 @@ def test_activations_of_encoders_have_bounds_too():
     ]
 
 
-def test_a_bound_is_that_of_one_part():
+def test_a_bound_is_that_of_one_virtual_stage():
     plan = a_plan(0)
     assert not problems(with_domain(plan, bounds=()))
-    held = {part: max(_held(plan, part)) for part in (0, 2)}
-    for part, most in held.items():
-        assert not problems(with_domain(plan, bounds=((f"llm/{part}", most),)))
-        (text,) = problems(with_domain(plan, bounds=((f"llm/{part}", most - 1),)))
-        assert f"activations of llm/{part}" in text
+    held = {virtual_stage: max(_held(plan, virtual_stage)) for virtual_stage in (0, 2)}
+    for virtual_stage, most in held.items():
+        assert not problems(with_domain(plan, bounds=((f"llm/{virtual_stage}", most),)))
+        (text,) = problems(with_domain(plan, bounds=((f"llm/{virtual_stage}", most - 1),)))
+        assert f"activations of llm/{virtual_stage}" in text
 
 
-def _held(plan: StepPlan, part: int) -> list[int]:
+def _held(plan: StepPlan, virtual_stage: int) -> list[int]:
     live = [0]
     for op in plan.domain.ops[0]:
-        if op.part == part and op.kind in (F, B):
+        if op.virtual_stage == virtual_stage and op.kind in (F, B):
             live.append(live[-1] + (1 if op.kind is F else -1))
     return live
 
@@ -416,7 +423,7 @@ def _held(plan: StepPlan, part: int) -> list[int]:
 def encoder_batch_of_two(taps: tuple[Point, ...] = ()) -> StepPlan:
     """Rank 0 encodes for microbatches 0 and 1 at once, then for 0 again; rank 1 for microbatch 1."""
     work = [Work("image", (0, 1), (0,), (2, 1)), Work("image", 0, (0,), (1,)), Work("image", 1, (1,), (2,))]
-    return make_plan(Shape(2, parts=2, taps=taps), 2, work, build_in_turn)
+    return make_plan(Shape(2, vpp=2, taps=taps), 2, work, build_in_turn)
 
 
 @pytest.mark.parametrize("m, batch", [(0, 0), (0, 1), (1, 0)])
@@ -440,14 +447,16 @@ def test_an_encoder_batch_goes_back_after_the_gradients_of_all_its_microbatches(
 TAPS = (Point("a", 0, 1), Point("b", 2, 0))  # both on domain rank 0
 
 
-@pytest.mark.parametrize("part", [0, 2])
-def test_a_return_before_the_backward_of_a_part_with_rows_is_refused(part):
-    """Rows enter at two parts of rank 0; the gradients of a microbatch go back when both have theirs."""
+@pytest.mark.parametrize("virtual_stage", [0, 2])
+def test_a_return_before_the_backward_of_a_virtual_stage_with_rows_is_refused(virtual_stage):
+    """Rows enter at two virtual stages of rank 0; the gradients of a microbatch go back when both have
+    theirs.
+    """
     plan = encoder_batch_of_two(TAPS)
     assert not problems(plan)
     assert what_happens(plan) is None
-    assert plan.domain.parts_with_rows(0) == (0, 2)
-    back, returned = Op(B, 1, part=part), Op(Kind.RETURN, 1)
+    assert plan.domain.virtual_stages_with_rows(0) == (0, 2)
+    back, returned = Op(B, 1, virtual_stage=virtual_stage), Op(Kind.RETURN, 1)
 
     def edit(lists: Lists) -> None:
         lists[0].remove(returned)
@@ -459,17 +468,19 @@ def test_a_return_before_the_backward_of_a_part_with_rows_is_refused(part):
     refused(with_lists(plan, edit), f"R3: position 0 must run {back} before {returned}")
 
 
-def test_rows_are_waited_for_before_each_part_that_they_enter():
+def test_rows_are_waited_for_before_each_virtual_stage_that_they_enter():
     wait = Op(Kind.WAIT, 1, Kind.SHIP)
-    for part in (0, 2):
+    for virtual_stage in (0, 2):
         plan = with_lists(
             encoder_batch_of_two(TAPS),
-            lambda lists, part=part: move(lists[0], wait, Op(F, 1, part=part), after=True),
+            lambda lists, virtual_stage=virtual_stage: move(
+                lists[0], wait, Op(F, 1, virtual_stage=virtual_stage), after=True
+            ),
         )
-        refused(plan, f"R3: position 0 must run {wait} before {Op(F, 1, part=part)}")
+        refused(plan, f"R3: position 0 must run {wait} before {Op(F, 1, virtual_stage=virtual_stage)}")
 
 
-def test_rows_for_another_part_of_the_same_rank_are_refused():
+def test_rows_for_another_virtual_stage_of_the_same_rank_are_refused():
     plan = encoder_batch_of_two(TAPS)
     route = plan.domain.routes[0]
     assert {s.point for s in route.segments} == {0, 1, 2}

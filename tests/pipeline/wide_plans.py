@@ -1,5 +1,5 @@
-"""Plans of what our schedules do not make yet: parts that interleave or fold back, teams, split backwards,
-early reductions. The orders are written by hand here.
+"""Plans of what our schedules do not make yet: virtual stages that interleave or fold back, teams, split
+backwards, early reductions. The orders are written by hand here.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,13 +30,13 @@ def with_encoders_around(domain: DomainPlan, passes: Callable[[int], list[Op]]) 
 
 
 def build_in_turn(domain: DomainPlan, facts: Facts) -> Order:
-    """All microbatches through one part after the other, then back: for any table of parts."""
+    """All microbatches through one virtual stage after the other, then back: for any table of them."""
     microbatches = range(len(domain.microbatches))
 
     def passes(team: int) -> list[Op]:
-        parts = domain.holds[team]
-        forward = [Op(Kind.FORWARD, m, part=p) for p in sorted(parts) for m in microbatches]
-        backward = [Op(Kind.BACKWARD, m, part=p) for p in sorted(parts)[::-1] for m in microbatches]
+        vpp = domain.holds[team]
+        forward = [Op(Kind.FORWARD, m, virtual_stage=p) for p in sorted(vpp) for m in microbatches]
+        backward = [Op(Kind.BACKWARD, m, virtual_stage=p) for p in sorted(vpp)[::-1] for m in microbatches]
         return forward + backward
 
     return with_encoders_around(domain, passes)
@@ -61,7 +61,7 @@ def with_split_backwards(builder: Builder, seed: int, share: float = 0.7) -> Bui
         if whole:
             return [(end, "", op)]
         first, later = replace(op, grad=Grad.INPUT), replace(op, grad=Grad.WEIGHT)
-        if op.kind is Kind.BACKWARD and (domain.llm, op.part) not in domain.reductions:
+        if op.kind is Kind.BACKWARD and (domain.llm, op.virtual_stage) not in domain.reductions:
             return [(end, "", first)]  # it does not learn
         return [(end, "", first), (end + random.randint(0, 120), str(later), later)]
 
@@ -87,20 +87,20 @@ def with_early_reductions(plan: StepPlan, random: Random) -> StepPlan:
         for end, op in ops:
             if op.kind in BACKWARDS:
                 component = LLM if op.kind is Kind.BACKWARD else domain.encoder_batches[op.index].component
-                pair = plan.components.index(component), op.part
+                pair = plan.components.index(component), op.virtual_stage
                 if pair in ready:
                     ready[pair] = max(ready[pair], end)
-    first, last = (domain.llm, 0), (domain.llm, domain.num_parts - 1)
+    first, last = (domain.llm, 0), (domain.llm, domain.num_virtual_stages - 1)
     if first in ready:  # the output may be the embedding
         ready[first] = max(ready[first], ready[last])
     at = {pair: end + random.choice((0, 0, 15, 60, 10**6)) for pair, end in ready.items()}
     reductions = tuple(sorted(at, key=lambda pair: (at[pair], pair)))
     merged = []
     for team, ops in enumerate(lists):
-        reduced = [Op(Kind.REDUCE, n, part=p) for n, p in reductions]
-        own = [(at[op.index, op.part], 1, op) for op in reduced if team in domain.reducing(op)]
+        reduced = [Op(Kind.REDUCE, n, virtual_stage=p) for n, p in reductions]
+        own = [(at[op.index, op.virtual_stage], 1, op) for op in reduced if team in domain.reducing(op)]
         entries = [(end, 0, op) for end, op in ops] + own
-        waits = [Op(Kind.WAIT, op.index, Kind.REDUCE, op.part) for *_, op in own]
+        waits = [Op(Kind.WAIT, op.index, Kind.REDUCE, op.virtual_stage) for *_, op in own]
         merged.append((*(op for *_, op in sorted(entries, key=lambda entry: entry[:2])), *waits))
     return replace(plan, domain=replace(domain, reductions=reductions, ops=tuple(merged)))
 
@@ -117,22 +117,22 @@ def random_wide_shape(
     random: Random,
     max_stages: int,
     max_wide: int = 3,
-    parts: Sequence[int] = (1, 2, 2, 3),
+    vpp: Sequence[int] = (1, 2, 2, 3),
     folds: bool = True,
 ) -> Shape:
-    """Any shape with teams and one of `parts` on a rank, some tables folded if it `folds`."""
+    """Any shape with teams and one of `vpp` on a rank, some tables folded if it `folds`."""
     shape = random_shape(random, max_stages, max_wide)
-    parts = random.choice(parts)
+    vpp = random.choice(vpp)
     team = random.choice((1, shape.tp))
     homes = tuple((first - first % team, stop + -stop % team) for first, stop in shape.homes)
     beside = shape.beside + -shape.beside % team
-    last = shape.stages * parts - 1
+    last = shape.stages * vpp - 1
     taps = (Point("a", 0, 1), Point("b", last // 2, 2), Point("c", last, 3))
     taps = tuple(random.sample(taps, random.choice((0, 0, 1, 2, 3))))
     return replace(
         shape,
-        parts=parts,
-        fold=folds and parts == 2 and random.random() < 0.4,
+        vpp=vpp,
+        fold=folds and vpp == 2 and random.random() < 0.4,
         team=team,
         beside=beside,
         homes=homes,
@@ -165,8 +165,8 @@ def random_wide_plan(random: Random, max_stages: int = 4, most: int = 6) -> Step
     microbatches = random.randint(0, most)
     work = whole_teams(random_work(random, shape, microbatches), shape)
     frozen = random.choice(((), (), ("image",), ("audio", "image"), ("llm",)))
-    names = [*SCHEDULES] if shape.parts == 1 else ["forward_only"]
-    if shape.parts > 1 and not shape.fold:
+    names = [*SCHEDULES] if shape.vpp == 1 else ["forward_only"]
+    if shape.vpp > 1 and not shape.fold:
         names += ["interleaved"]
     schedule: str | Builder = random.choice([*names, build_in_turn, build_in_turn])
     if schedule == "forward_only":

@@ -7,26 +7,26 @@ from omni.policies import DomainPlan, Facts, Kind, Op, SchedulePolicy
 
 
 def build_gpipe(domain: DomainPlan, facts: Facts) -> list[list[Op]]:
-    """All encoder forwards, GPipe, all encoder backwards. Of several parts on a rank, all microbatches pass
-    one after the other.
+    """All encoder forwards, GPipe, all encoder backwards. Of several virtual stages on a rank, all
+    microbatches pass one after the other.
     """
     order = []
     by_microbatch = sorted(enumerate(domain.encoder_batches), key=lambda entry: entry[1].microbatches)
-    for team, parts in enumerate(domain.holds):
+    for team, held in enumerate(domain.holds):
         encoder_batches = [number for number, batch in by_microbatch if team * domain.team in batch.ranks]
-        passes = [(m, part) for part in parts for m in range(len(domain.microbatches))]
+        passes = [(m, number) for number in held for m in range(len(domain.microbatches))]
         order.append(
             [Op(Kind.ENCODE, batch) for batch in encoder_batches]
-            + [Op(Kind.FORWARD, m, part=part) for m, part in passes]
-            + [Op(Kind.BACKWARD, m, part=part) for m, part in reversed(passes)]
+            + [Op(Kind.FORWARD, m, virtual_stage=number) for m, number in passes]
+            + [Op(Kind.BACKWARD, m, virtual_stage=number) for m, number in reversed(passes)]
             + [Op(Kind.ENCODE_BACKWARD, batch) for batch in encoder_batches]
         )
     return order
 
 
-def every_microbatch(domain: DomainPlan, part: int) -> int:
+def every_microbatch(domain: DomainPlan, virtual_stage: int) -> int:
     """All microbatches of a step."""
     return len(domain.microbatches)
 
 
-GPIPE = SchedulePolicy("gpipe", build_gpipe, in_flight=every_microbatch, parts=None)
+GPIPE = SchedulePolicy("gpipe", build_gpipe, in_flight=every_microbatch, vpp=None)

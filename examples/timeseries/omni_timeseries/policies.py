@@ -110,25 +110,25 @@ def cross_nodes_once(
 
 def all_forward_then_all_backward(domain: DomainPlan, facts: Facts) -> list[list[Op]]:
     """GPipe (Huang et al., 2019, section 2.3): all forward passes, then all backward passes, with the
-    encoders before and after. A part of the LLM holds the activations of every microbatch.
+    encoders before and after. A virtual stage of the LLM holds the activations of every microbatch.
     """
     order = []
-    for team, parts in enumerate(domain.holds):
+    for team, held in enumerate(domain.holds):
         first = team * domain.team
         encoder_batches = [
             number for number, batch in enumerate(domain.encoder_batches) if first in batch.ranks
         ]
-        passes = [(m, part) for m in range(len(domain.microbatches)) for part in parts]
+        passes = [(m, number) for m in range(len(domain.microbatches)) for number in held]
         order.append(
             [Op(Kind.ENCODE, batch) for batch in encoder_batches]
-            + [Op(Kind.FORWARD, m, part=part) for m, part in passes]
-            + [Op(Kind.BACKWARD, m, part=part) for m, part in passes]
+            + [Op(Kind.FORWARD, m, virtual_stage=number) for m, number in passes]
+            + [Op(Kind.BACKWARD, m, virtual_stage=number) for m, number in passes]
             + [Op(Kind.ENCODE_BACKWARD, batch) for batch in encoder_batches]
         )
     return order
 
 
-def every_microbatch(domain: DomainPlan, part: int) -> int:
+def every_microbatch(domain: DomainPlan, virtual_stage: int) -> int:
     """All microbatches of a step."""
     return len(domain.microbatches)
 

@@ -1,7 +1,7 @@
 """Encoder work placed where the LLM's pipeline idles; `order` is the way in and names the steps.
 
     word            what it is                                                  file
-    pass            a forward or backward of the LLM through a part             timed, alone
+    pass            a forward or backward of the LLM through a virtual stage    timed, alone
     encoder batch   items that one tp group encodes together                    timed, shares
     unit            neighbouring teams of one tp group: they encode as one      crews
     crew            units whose layers communicate: they run passes together    crews

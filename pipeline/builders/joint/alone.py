@@ -28,14 +28,15 @@ def timed_passes(
     passes = []
     for crew, of in enumerate(ranks):
         stage = domain.stage(of[0])
-        ops = () if stage is None else _ordered(order, stages, domain.num_parts // stages, count, stage)
+        vpp = domain.num_virtual_stages // stages
+        ops = () if stage is None else _ordered(order, stages, vpp, count, stage)
         at_once = PassKind(crew, (), [0] * count, ())  # gradients of weights, for which nothing waits
         passes.append(
             [
                 Pass(
                     op,
                     max(1, most(compute_ns, of, op)),
-                    steps[op.kind, op.part, crew] if op.makes_input else at_once,
+                    steps[op.kind, op.virtual_stage, crew] if op.makes_input else at_once,
                     goes_back=op.kind is Kind.BACKWARD and op.makes_input,
                 )
                 for op in ops
@@ -46,47 +47,50 @@ def timed_passes(
 
 
 @lru_cache(maxsize=256)
-def _ordered(order: Passes, stages: int, parts: int, microbatches: int, stage: int) -> tuple[Op, ...]:
+def _ordered(order: Passes, stages: int, vpp: int, microbatches: int, stage: int) -> tuple[Op, ...]:
     """An order of passes, which is the same from step to step."""
-    return tuple(order(stages, parts, microbatches, stage))
+    return tuple(order(stages, vpp, microbatches, stage))
 
 
 def _steps(
     domain: DomainPlan, facts: Facts, crews: Crews, ranks: Sequence[Sequence[int]], shipped: Times
 ) -> dict[tuple[Kind, int, int], PassKind]:
-    """What passes wait for, by kind, part and crew."""
+    """What passes wait for, by kind, virtual stage and crew."""
     _, message_ns = facts.costs
     count = len(domain.microbatches)
     at_once = [0] * count
     messages = [message_ns(Op(Kind.SEND_FORWARD, m)) for m in range(count)]
     keys = [
-        (kind, part, crew)
+        (kind, virtual_stage, crew)
         for crew, of in enumerate(ranks)
-        for part in domain.parts(of[0])
+        for virtual_stage in domain.virtual_stages(of[0])
         for kind in (Kind.FORWARD, Kind.BACKWARD)
     ]
     done: dict[tuple[Kind, int, int], Times] = {key: [-1] * count for key in keys}
 
-    def holders(part: int, crew: int) -> tuple[int, ...]:
-        """The crews that hold another part where this crew holds its own."""
-        if not 0 <= part < domain.num_parts:
+    def holders(virtual_stage: int, crew: int) -> tuple[int, ...]:
+        """The crews that hold another virtual stage where this crew holds its own."""
+        if not 0 <= virtual_stage < domain.num_virtual_stages:
             return ()
-        teams = {domain.holder(part, rank) // domain.team for rank in ranks[crew]}
+        teams = {domain.holder(virtual_stage, rank) // domain.team for rank in ranks[crew]}
         return tuple(sorted({crews.crew_of[crews.unit_of[team]] for team in teams}))
 
     steps = {}
-    for kind, part, crew in keys:
-        before, after = (part - 1, part + 1) if kind is Kind.FORWARD else (part + 1, part - 1)
+    for kind, virtual_stage, crew in keys:
+        step = 1 if kind is Kind.FORWARD else -1
+        before, after = virtual_stage - step, virtual_stage + step
         after_those = [
             (done[kind, before, other], at_once if other == crew else messages)
             for other in holders(before, crew)
         ]
         if kind is Kind.BACKWARD:
-            after_those.append((done[Kind.FORWARD, part, crew], at_once))
-        elif part in domain.parts_with_rows(ranks[crew][0]):
+            after_those.append((done[Kind.FORWARD, virtual_stage, crew], at_once))
+        elif virtual_stage in domain.virtual_stages_with_rows(ranks[crew][0]):
             after_those.append((shipped, at_once))
         wakes = tuple(other for other in holders(after, crew) if other != crew)
-        steps[kind, part, crew] = PassKind(crew, tuple(after_those), done[kind, part, crew], wakes)
+        steps[kind, virtual_stage, crew] = PassKind(
+            crew, tuple(after_those), done[kind, virtual_stage, crew], wakes
+        )
     return steps
 
 
@@ -104,7 +108,8 @@ def rooms_of(
     boundary.shipped[:] = [0] * len(shipped)
     ends = _run_alone(passes)
     makespan = max((of[-1] for of in ends if of), default=0)
-    gone_back: dict[int, int] = {}  # by microbatch, when all first parts have been through its backward
+    # By microbatch, when all crews of the first virtual stage have been through its backward.
+    gone_back: dict[int, int] = {}
     for crew in boundary.entered:
         for one, end in zip(passes[crew], ends[crew], strict=True):
             if one.goes_back:

@@ -2,8 +2,8 @@
 
 Time runs from event to event. A unit that is free does the first of these that it can:
 
-1. the encoding of an encoder batch that the first part needs next, before a forward; or, if the bound on
-   activations is in the way, the backward of another;
+1. the encoding of an encoder batch that the first virtual stage needs next, before a forward; or, if the
+   bound on activations is in the way, the backward of another;
 2. the next pass of the LLM in its crew's order, or if that must wait, the next backward of this order;
 3. the encoding of its next encoder batch, as far ahead as the bound allows;
 4. the backward of an encoder batch whose gradients are back, if that holds up no pass so long that the last
@@ -91,7 +91,7 @@ class _Filling:
         self.gathered: set[int] = set()
         self.absent = [0] * len(passes)
         self.entering = dict.fromkeys(boundary.entered, 0)
-        self.enters = 0  # the microbatch that a first part takes next
+        self.enters = 0  # the microbatch that the first virtual stage takes next
         self.unpassed = [0] * microbatches
         for one in (one for of in self.backwards for one in of):
             self.unpassed[one.op.index] += 1
@@ -225,7 +225,7 @@ class _Filling:
         self.late = max(self.late, now - one.latest)
         if one.goes_back:
             self.backwards[crew].popleft()
-        elif one.op.kind is Kind.FORWARD and one.op.part == 0:
+        elif one.op.kind is Kind.FORWARD and one.op.virtual_stage == 0:
             self.entering[crew] = one.op.index + 1
             self.enters = min(self.entering.values())
         units = self.crews.crews[crew]

@@ -85,7 +85,7 @@ def _boundary(domain: DomainPlan, facts: Facts, crews: Crews) -> Boundary:
     entered = [
         crew
         for crew, units in enumerate(crews.crews)
-        if domain.parts_with_rows(crews.units[units[0]][0] * domain.team)
+        if domain.virtual_stages_with_rows(crews.units[units[0]][0] * domain.team)
     ]
     return Boundary(ship_ns, [-1 if ns >= 0 else 0 for ns in ship_ns], tuple(entered))
 
@@ -200,13 +200,13 @@ def _by_unit(
     return timed_batches, barriers
 
 
-def joint_over(name: str, passes: Passes, parts: int | None = 1, *, deep: bool = False) -> SchedulePolicy:
+def joint_over(name: str, passes: Passes, vpp: int | None = 1, *, deep: bool = False) -> SchedulePolicy:
     """Return the policy of encoder work around an order of passes, with its bounds."""
     build, in_flight = partial(build_joint, passes), partial(most_in_flight, passes)
-    return SchedulePolicy(name, build, in_flight, parts, encoder_batches=ENCODER_BATCHES, deep=deep)
+    return SchedulePolicy(name, build, in_flight, vpp, encoder_batches=ENCODER_BATCHES, deep=deep)
 
 
 JOINT = joint_over("joint", one_f_one_b_passes)
-JOINT_INTERLEAVED = joint_over("joint_interleaved", interleaved_passes, parts=None)
+JOINT_INTERLEAVED = joint_over("joint_interleaved", interleaved_passes, vpp=None)
 JOINT_ZERO_BUBBLE_H1 = joint_over("joint_zero_bubble_h1", zb_h1_passes)
 JOINT_ZERO_BUBBLE_H2 = joint_over("joint_zero_bubble_h2", zb_h2_passes, deep=True)

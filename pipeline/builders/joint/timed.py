@@ -18,9 +18,9 @@ def most(of: Callable[[int, Op], int], ranks: Sequence[int], op: Op) -> int:
 
 @dataclass(slots=True, eq=False)
 class PassKind:
-    """What the passes of a kind through a part of a `crew` have in common. One may begin once each of `after`
-    has been done for so many nanoseconds, both by microbatch; its end is noted in `done`, and units of the
-    crews `wakes` may wait for it.
+    """What the passes of a kind through a virtual stage of a `crew` have in common. One may begin once each
+    of `after` has been done for so many nanoseconds, both by microbatch; its end is noted in `done`, and
+    units of the crews `wakes` may wait for it.
     """
 
     crew: int
@@ -41,8 +41,9 @@ class PassKind:
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """A pass and what it takes. It `goes_back` if its gradients go on to another part; it has `begun` once
-    its crew gathers for it. Without encoders it may begin at the `latest` so that the last pass ends in time.
+    """A pass and what it takes. It `goes_back` if its gradients go on to another virtual stage; it has
+    `begun` once its crew gathers for it. Without encoders it may begin at the `latest` so that the last pass
+    ends in time.
     """
 
     op: Op

@@ -109,7 +109,7 @@ def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, 
             # At the same time a message goes first: behind compute it would wait for all of it.
             numbered.append((op.kind is Kind.REDUCE, transfer.start, not issues, transfer.name, at))
             if issues:
-                issued[op.kind, op.index, op.part] = at
+                issued[op.kind, op.index, op.virtual_stage] = at
     queue = deque(at for *_, at in sorted(numbered))
     queued = set(queue)
     numbers = frozenset(queue)
@@ -122,7 +122,7 @@ def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, 
 
     for at, op in enumerate(ops):
         if at not in numbers:
-            awaited = issued.get((op.on, op.index, op.part)) if op.kind is Kind.WAIT else None
+            awaited = issued.get((op.on, op.index, op.virtual_stage)) if op.kind is Kind.WAIT else None
             assert awaited not in queued, f"team {team}: {op} comes before {ops[queue[0]]} can be issued"
             out.append(at)
             continue

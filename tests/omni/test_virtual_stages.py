@@ -1,6 +1,7 @@
-"""An LLM in several parts on a rank against the same LLM whole: one step, and checkpoints between layouts.
+"""An LLM in several virtual stages on a rank against the same LLM whole: one step, and checkpoints between
+layouts.
 
-The parts are chained here by hand, one microbatch after the other, without plan and engine.
+The virtual stages are chained here by hand, one microbatch after the other, without plan and engine.
 """
 
 import math
@@ -21,7 +22,7 @@ from test_moe_layers import assembled, assert_close, placed
 from omni.config import ConfigError
 from omni.llm_config import LLMConfig, MoEConfig
 from omni.models.initialise import initialise
-from omni.models.llm import attach_points, llm_parts, llm_work
+from omni.models.llm import attach_points, llm_work, virtual_stage_layers
 from omni.models.llm_pack import pack_llm
 from omni.models.llm_stage import LLMStage, MicrobatchInputs
 from omni.optim_config import OptimConfig
@@ -66,7 +67,7 @@ CASES = {
     "tp, later": Case(replace(LLM, recompute="selective"), Layout(tp=2, vpp=3), later=True),
     "pp": Case(LLM, Layout(pp=2, vpp=2)),
     "pp, untied, later": Case(UNTIED, Layout(pp=2, vpp=2), later=True),
-    "pp, one part": Case(LLM, Layout(pp=2)),
+    "pp, one virtual stage": Case(LLM, Layout(pp=2)),
     "pp and dp": Case(LLM, Layout(dp=2, pp=2, vpp=2)),
     "pp, tp, experts, later": Case(
         replace(EXPERTS, recompute="full"), Layout(tp=2, pp=2, ep=2, vpp=2), later=True
@@ -76,7 +77,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Built:
-    """A rank's parts of the LLM with their optimizer."""
+    """A rank's virtual stages of the LLM with their optimizer."""
 
     stage: LLMStage
     component: ComponentOptimizer
@@ -84,7 +85,7 @@ class Built:
 
     @property
     def names(self) -> dict[str, Any]:
-        return {"llm": {number: part.numbering for number, part in self.stage.parts.items()}}
+        return {"llm": {number: own.numbering for number, own in self.stage.virtual_stages.items()}}
 
 
 def build(case: Case, seed: int) -> Built:
@@ -102,15 +103,15 @@ def build(case: Case, seed: int) -> Built:
         groups=groups,
         attach_layers=TAPS,
     )
-    for part in stage.parts.values():
+    for virtual_stage in stage.virtual_stages.values():
         initialise(
-            part.model,
+            virtual_stage.model,
             seed=seed,
             component="llm",
             num_layers=case.llm.layers,
-            numbering=part.numbering,
+            numbering=virtual_stage.numbering,
         )
-    modules = {number: part.model for number, part in stage.parts.items()}
+    modules = {number: virtual_stage.model for number, virtual_stage in stage.virtual_stages.items()}
     return Built(stage, ComponentOptimizer("llm", modules, groups, OptimConfig(lr=0.01, eps=1e-4)), groups)
 
 
@@ -150,7 +151,7 @@ def make_pack(number: int, groups: ProcessGroupCollection) -> Pack:
 
 
 class Chain:
-    """Passes of one microbatch through all parts, wherever they are."""
+    """Passes of one microbatch through all virtual stages, wherever they are."""
 
     def __init__(self, built: Built, case: Case, pack: Pack) -> None:
         self.stage, self.layout, self.pack = built.stage, case.layout, pack
@@ -163,17 +164,17 @@ class Chain:
     def forward(self) -> None:
         tokens = self.pack.inputs.packed.tokens // self.stage.tp_group.size()
         handed = None
-        for number, part in self.stage.parts.items():
-            received = None if part.is_first else self._take(handed, (tokens, LLM.hidden), -1)
+        for number, virtual_stage in self.stage.virtual_stages.items():
+            received = None if virtual_stage.is_first else self._take(handed, (tokens, LLM.hidden), -1)
             hidden = self.stage.embed(self.pack.inputs) if received is None else received
-            first, at = part.numbering.first_layer, torch.arange(0, tokens, 2)
+            first, at = virtual_stage.numbering.first_layer, torch.arange(0, tokens, 2)
             entering = {
                 f"llm.layers.{layer}": (at, rows)
                 for layer, rows in self.pack.rows.items()
-                if first <= layer < first + len(part.model.decoder.layers)
+                if first <= layer < first + len(virtual_stage.model.decoder.layers)
             }
             output = self.stage.forward(number, self.pack.inputs, hidden, entering)
-            if part.is_last:
+            if virtual_stage.is_last:
                 output, self.sums = self.stage.loss(self.pack.inputs, output)
             else:
                 handed = self._give(output.detach(), 1)
@@ -181,9 +182,9 @@ class Chain:
 
     def backward(self) -> None:
         handed = None
-        for number, part in reversed(self.stage.parts.items()):
+        for number, virtual_stage in reversed(self.stage.virtual_stages.items()):
             received, output = self.passes[number]
-            grad = None if part.is_last else self._take(handed, output.shape, 1)
+            grad = None if virtual_stage.is_last else self._take(handed, output.shape, 1)
             with self.stage.weights_later() if self.later else nullcontext() as pending:
                 torch.autograd.backward(output, None if grad is None else grad.detach())
             self.pending.append(pending)
@@ -222,7 +223,7 @@ def train(rank: int, case: Case, folder: str) -> dict[str, Any]:
         for chain in chains:
             for pending in chain.pending:
                 pending.run()
-    for number in stage.parts:
+    for number in stage.virtual_stages:
         component.reduce(number)()
     component.tie()
     squares = sum(float(g.double().square().sum()) for g in component.gradients())
@@ -285,7 +286,7 @@ def runs(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_equal_the_whole(runs: Any, name: str) -> None:
+def test_virtual_stages_equal_the_whole(runs: Any, name: str) -> None:
     case = CASES[name]
     (expected,), _ = runs(Case(replace(case.llm, recompute="none")))
     results, _ = runs(case)
@@ -310,7 +311,7 @@ def test_parts_equal_the_whole(runs: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_rows_enter_the_part_of_their_layer(runs: Any, name: str) -> None:
+def test_rows_enter_the_virtual_stage_of_their_layer(runs: Any, name: str) -> None:
     case = CASES[name]
     (expected,), _ = runs(Case(replace(case.llm, recompute="none")))
     rows = {key: grad for result in runs(case)[0] for key, grad in result["rows"].items()}
@@ -342,7 +343,9 @@ MOVES = (
 
 
 @pytest.mark.parametrize(("written", "case"), MOVES, ids=[written for written, _ in MOVES])
-def test_checkpoints_move_between_parts(ranks: RankPool, runs: Any, written: str, case: Case) -> None:
+def test_checkpoints_move_between_virtual_stages(
+    ranks: RankPool, runs: Any, written: str, case: Case
+) -> None:
     saved, folder = runs(CASES[written])
     loaded = ranks.run(case.layout.world, restore, case, str(folder))
     for kind in ("weights", "moments"):
@@ -356,14 +359,14 @@ def test_checkpoints_move_between_parts(ranks: RankPool, runs: Any, written: str
         assert torch.equal(bias, buffers(saved)[name])
 
 
-def test_parts_go_round_the_stages_and_divide_the_layers() -> None:
+def test_virtual_stages_go_round_the_stages_and_divide_the_layers() -> None:
     layout = Layout(pp=2, vpp=3)
     assert [list(layout.holds(stage)) for stage in range(2)] == [[0, 2, 4], [1, 3, 5]]
-    assert layout.num_parts == 6
+    assert layout.num_virtual_stages == 6
     assert layout.world == 2
     assert layout.describe() == "pp2·vpp3"
     llm = replace(LLM, layers=12)
-    layers = llm_parts(llm, VOCABULARY, layout)
+    layers = virtual_stage_layers(llm, VOCABULARY, layout)
     assert len(layers) == 6
     assert sum(layers) == 12
     works = llm_work(llm, VOCABULARY, layout, 4)
@@ -372,7 +375,7 @@ def test_parts_go_round_the_stages_and_divide_the_layers() -> None:
     load = even_load(64, targets=64)
     assert sum(work.forward(load).flops for work in works) == whole.forward(load).flops
     points = attach_points(["llm.layers.0", f"llm.layers.{sum(layers[:4])}"], layers)
-    assert [(point.part, point.place) for point in points.values()] == [(0, 0), (0, 1), (4, 0)]
+    assert [(point.virtual_stage, point.place) for point in points.values()] == [(0, 0), (0, 1), (4, 0)]
 
 
 def test_layers_are_divided_for_sequences_as_long_as_the_context() -> None:
@@ -380,12 +383,14 @@ def test_layers_are_divided_for_sequences_as_long_as_the_context() -> None:
     those of long ones.
     """
     llm = LLMConfig(hidden=4096, layers=32, heads=32, kv_heads=8, ffn=14336, vocab=128_256, tied=False)
-    divided = [llm_parts(llm, 128_256, Layout(pp=4, context=tokens)) for tokens in (1, 4096, 32_768)]
+    divided = [
+        virtual_stage_layers(llm, 128_256, Layout(pp=4, context=tokens)) for tokens in (1, 4096, 32_768)
+    ]
     assert divided == [(9, 9, 8, 6), (9, 9, 8, 6), (9, 8, 8, 7)]
     assert Layout(pp=4, context=7).describe() == "pp4"
 
 
-def test_parts_that_cannot_be_are_refused() -> None:
+def test_virtual_stages_that_cannot_be_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"layout\.llm\.vpp=0: a stage .* holds at least one virtual stage"):
         Layout(vpp=0)
     words = (
@@ -393,6 +398,6 @@ def test_parts_that_cannot_be_are_refused() -> None:
         r"choose pp·vpp"
     )
     with pytest.raises(LayoutError, match=words):
-        llm_parts(LLM, VOCABULARY, Layout(pp=2, vpp=3))
+        virtual_stage_layers(LLM, VOCABULARY, Layout(pp=2, vpp=3))
     with pytest.raises(ConfigError, match=r"llm\.layers\.5"):
         attach_points(["llm.layers.5"], [3, 2])
