@@ -104,7 +104,7 @@ class Counted:
     def tokens(self) -> int:
         """Tokens that the passes of this rank have, of all microbatches."""
         domain, arrangement, rank = self.plan.domain, self.spec.arrangement, self.rehearsal.rank
-        cp_rank = domain.cp_rank(arrangement.domain_ranks(arrangement.domain(rank)).index(rank))
+        cp_rank = domain.cp_rank(arrangement.global_ranks(arrangement.domain(rank)).index(rank))
         return sum(batch.layout.padded_tokens(cp_rank, domain.tp) for batch in domain.microbatches)
 
     @property

@@ -145,7 +145,7 @@ def measure(spec: RunSpec, steps: int) -> dict[str, Any]:
 def holds(spec: RunSpec, plan: StepPlan) -> bool:
     """Whether the first rank of a plan's domain can hold it."""
     try:
-        check_rank(spec, spec.arrangement.domain_ranks(plan.number)[0], plan)
+        check_rank(spec, spec.arrangement.global_ranks(plan.number)[0], plan)
     except ConfigError:
         return False  # planned for nothing, for as long
     return True

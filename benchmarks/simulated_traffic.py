@@ -127,7 +127,7 @@ def all_targets(load: Load, part: Part, unit: int) -> Load:
 def routes_off(spec: RunSpec, plan: StepPlan) -> int:
     """How many shipments are simulated with another time than that of their transport."""
     domain, (_, message) = plan.domain, plan_costs(plan.domain, spec.table)
-    nodes = node_map(spec.arrangement.domain_ranks(plan.number), spec.cluster.ranks_per_node)
+    nodes = node_map(spec.arrangement.global_ranks(plan.number), spec.cluster.ranks_per_node)
     wrong = 0
     for m, route in enumerate(domain.routes):
         if route is not None:

@@ -89,7 +89,7 @@ class Places:
 
 def _groups(maker: "_Maker", arrangement: Arrangement, llm: Staged) -> Groups:
     everyone = range(arrangement.world)
-    domain = arrangement.domain_ranks(arrangement.domain(maker.rank))
+    domain = arrangement.global_ranks(arrangement.domain(maker.rank))
     mesh = arrangement.mesh
     world = maker.world(everyone)
     forward, backward = maker.axes(mesh, "pp", fresh=True), maker.axes(mesh, "pp", fresh=True)

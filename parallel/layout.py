@@ -279,7 +279,7 @@ class Arrangement:
     @cached_property
     def encoder_meshes(self) -> Mapping[str, Mesh]:
         """Each encoder's ranks: tp, tp group (within the domain), domain; dp is slot · domain."""
-        domains = [self.domain_ranks(domain) for domain in range(self.num_domains)]
+        domains = [self.global_ranks(domain) for domain in range(self.num_domains)]
         meshes = {}
         for name, tp in self.encoder_tp.items():
             tp_groups = self.tp_groups(name)
@@ -295,7 +295,7 @@ class Arrangement:
         tp = self.encoder_tp[name]
         return tuple(tuple(range(start, start + tp)) for start in range(*self.home, tp))
 
-    def domain_ranks(self, domain: int) -> tuple[int, ...]:
+    def global_ranks(self, domain: int) -> tuple[int, ...]:
         """Return the global ranks of a domain by domain rank."""
         llm = self.mesh.group(self.mesh.rank(domain=domain), "tp", "cp", "replica", "pp")
         beside = self.encoder_ranks // self.num_domains

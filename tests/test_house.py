@@ -181,6 +181,7 @@ RETIRED = {
     "llm_parts": "virtual_stage_layers",
     "LLMPart": "VirtualStage",
     "PartModule": "VirtualStageModule",
+    "domain_ranks": "global_ranks",
 }
 """Names that readers of Megatron-LM and torchtitan do not know, and what took their place."""
 RETIRED_IN_PLANS = {

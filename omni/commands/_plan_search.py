@@ -232,7 +232,7 @@ def _draw(path: Path, found: "Sequence[Finalist]") -> None:
     pictures = []
     for each in found:
         domain, queue = each.plan.domain, each.spec.planner.domain.single_queue
-        names = team_names(each.spec.arrangement.domain_ranks(each.plan.number), domain.team)
+        names = team_names(each.spec.arrangement.global_ranks(each.plan.number), domain.team)
         pictures.append(
             (f"{text_of(each.told())} (simulated)", rows_of(simulate(domain, each.spec.table, queue), names))
         )

@@ -50,7 +50,7 @@ def lines(
     yield from _memory(spec, found)
     yield from _domain(spec, plan, sent)
     yield "\nsimulated timeline: e encode, f forward, B backward, E encode-backward, r reduce, . wait"
-    names = team_names(spec.arrangement.domain_ranks(plan.number), plan.domain.team)
+    names = team_names(spec.arrangement.global_ranks(plan.number), plan.domain.team)
     for number, name in enumerate(names):
         yield f"  {name:{max(map(len, names))}}  {draw(timeline, number)}"
 

@@ -132,7 +132,7 @@ def explain(
         if rank in of:
             shared = policies["encoder_sp"].cuts and encoders[name].unit is not None
             groups += _stated([parts[name]], name, arrangement, rank, shared, sent)
-    domain, world = arrangement.domain_ranks(arrangement.domain(rank)), range(arrangement.world)
+    domain, world = arrangement.global_ranks(arrangement.domain(rank)), range(arrangement.world)
     if encoders:
         groups.append(("boundary", "domain", domain, "rows from encoders to the LLM, gradients back"))
     tree = Tree(arrangement.world, per_node)

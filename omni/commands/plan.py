@@ -133,7 +133,7 @@ def _plan(arguments: argparse.Namespace, folder: Path) -> None:
     if shown is not None:
         plan = spec.planner.next_step(arguments.step, cursor, shown)
         timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
-    names = team_names(spec.arrangement.domain_ranks(plan.number), plan.domain.team)
+    names = team_names(spec.arrangement.global_ranks(plan.number), plan.domain.team)
     if arguments.draw:
         _draw(arguments.draw, timeline, f"step {plan.step}, domain {plan.number}", names)
     try:

@@ -147,7 +147,7 @@ def _rehearse(
     if arguments.domain is not None:
         if not 0 <= arguments.domain < world.num_domains:
             raise ConfigError(f"--domain {arguments.domain}: there are domains 0 to {world.num_domains - 1}")
-        ranks = list(world.domain_ranks(arguments.domain))
+        ranks = list(world.global_ranks(arguments.domain))
     elif ranks is None:
         distinct = spec.planner.distinct_domains(step, spec.planner.cursor_of(step))
         ranks = [fullest_rank(spec, distinct).rank]

@@ -253,7 +253,7 @@ def tp_group_nodes(planner: DomainPlanner, domain: int, encoder: str) -> list[in
 
 def domain_rank_nodes(planner: DomainPlanner, domain: int) -> list[int]:
     """Return the node of each rank of a domain."""
-    return list(node_map(planner.arrangement.domain_ranks(domain), planner.transport.ranks_per_node))
+    return list(node_map(planner.arrangement.global_ranks(domain), planner.transport.ranks_per_node))
 
 
 def _rows_across(

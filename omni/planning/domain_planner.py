@@ -144,7 +144,7 @@ class DomainPlanner:
         Yields a plan for each candidate of the schedule that is not `beyond` what devices hold, in bytes, in
         the order of their simulated times; then those that hold less, then the others.
         """
-        replicas, ranks = self._packed(members, costs), self.arrangement.domain_ranks(number)
+        replicas, ranks = self._packed(members, costs), self.arrangement.global_ranks(number)
         lay = cache(partial(microbatch_of, replicas, costs.tokens.tolist(), self.sharing[self.llm]))
         asked = [own.costs for own in replicas], self._room, self.arrangement.llm.pp
         in_order = cache(partial(self._in_order, replicas, lay, metas))

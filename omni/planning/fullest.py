@@ -70,19 +70,20 @@ def fullest_in_team(spec: Workload, first: Peak) -> Peak:
     return _fullest(spec, first.plan, range(first.domain_rank, first.domain_rank + first.plan.domain.team))
 
 
-def _fullest(spec: Workload, plan: StepPlan, domain_ranks: Iterable[int]) -> Peak:
-    return max(_peaks(spec, plan, domain_ranks), key=lambda peak: peak.bytes)
+def _fullest(spec: Workload, plan: StepPlan, among: Iterable[int]) -> Peak:
+    return max(_peaks(spec, plan, among), key=lambda peak: peak.bytes)
 
 
-def _peaks(spec: Workload, plan: StepPlan, domain_ranks: Iterable[int]) -> Iterator[Peak]:
-    ranks = spec.arrangement.domain_ranks(plan.number)
-    works = (rank_work(spec, plan, ranks[at], messages=False) for at in domain_ranks)
+def _peaks(spec: Workload, plan: StepPlan, among: Iterable[int]) -> Iterator[Peak]:
+    """The peaks of some domain ranks."""
+    ranks = spec.arrangement.global_ranks(plan.number)
+    works = (rank_work(spec, plan, ranks[at], messages=False) for at in among)
     return (Peak(plan, work.domain_rank, work.rank, *model_peak(spec, work)) for work in works)
 
 
 def most_on_host(spec: Workload, plan: StepPlan) -> int:
     """Return the most bytes that passes of any rank of a plan's domain keep on its host at once."""
-    ranks = spec.arrangement.domain_ranks(plan.number)
+    ranks = spec.arrangement.global_ranks(plan.number)
     return max(model_host(rank_work(spec, plan, rank, messages=False)) for rank in ranks)
 
 
@@ -182,7 +183,7 @@ def check_rank(spec: RunSpec, rank: int, plan: StepPlan) -> None:
         ConfigError: as `check_memory`.
     """
     if spec.cluster.memory_bytes is not None:
-        domain_rank = spec.arrangement.domain_ranks(plan.number).index(rank)
+        domain_rank = spec.arrangement.global_ranks(plan.number).index(rank)
         check_memory(spec, _fullest(spec, plan, [domain_rank]))
 
 

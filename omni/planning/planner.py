@@ -160,7 +160,7 @@ class Planner:
             Exception: what `admit` raises.
         """
         own = self.domain
-        ranks, kept = own.arrangement.domain_ranks(plan.number), plan_memory(plan.domain, own.table)
+        ranks, kept = own.arrangement.global_ranks(plan.number), plan_memory(plan.domain, own.table)
         if own.encoder_bytes is not None:
             check_encoder_bytes(plan, kept, own.encoder_bytes, ranks)
         verify(plan, kept, own.single_queue, ranks)

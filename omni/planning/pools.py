@@ -105,7 +105,7 @@ def without_effect(sharing: Mapping[str, Sharing]) -> list[str]:
             why = (
                 "its items stay whole"
                 if of.num_cp_ranks > 1
-                else "a domain has one slot; raise layout.domain"
+                else "a domain has one tp group; raise layout.domain"
             )
             notes.append(f"encoder_sp={policy.name} has no effect on {name}: {why}")
     return notes
@@ -117,9 +117,9 @@ def _nodes(arrangement: Arrangement, cp_ranks: Sequence[Sequence[int]], cluster:
     """
     places: list[list[int]] = [[] for _ in cp_ranks]
     for domain in range(arrangement.num_domains):
-        nodes = node_map(arrangement.domain_ranks(domain), cluster.ranks_per_node)
-        for place, domain_ranks in zip(places, cp_ranks, strict=True):
-            place += [nodes[at] for at in domain_ranks]
+        nodes = node_map(arrangement.global_ranks(domain), cluster.ranks_per_node)
+        for place, own in zip(places, cp_ranks, strict=True):
+            place += [nodes[at] for at in own]
     numbers: dict[tuple[int, ...], int] = {}
     return tuple(numbers.setdefault(tuple(place), len(numbers)) for place in places)
 

@@ -90,7 +90,7 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
     arrangement, domain = spec.arrangement, plan.domain
     number = arrangement.domain(rank)
     assert plan.number == number, f"a plan of domain {plan.number} for rank {rank} of domain {number}"
-    domain_rank = arrangement.domain_ranks(number).index(rank)
+    domain_rank = arrangement.global_ranks(number).index(rank)
     held, last = domain.virtual_stages(domain_rank), domain.num_virtual_stages - 1
     llm = {number: spec.work[virtual_stage_name(LLM, number)] for number in held}
     return RankWork(

@@ -42,7 +42,7 @@ def slower_in_bf16(spec: Workload) -> Iterator[str]:
 def _held(spec: Workload) -> list[Held]:
     """What ranks of a domain hold that learns: once for all that hold the same."""
     world, found = spec.arrangement, list[Held]()
-    for domain_rank, rank in enumerate(world.domain_ranks(0)):
+    for domain_rank, rank in enumerate(world.global_ranks(0)):
         stage = domain_rank // world.stage_size
         numbers = world.virtual_stages_by_stage[stage] if domain_rank < world.llm_size else ()
         held = {LLM: tuple(virtual_stage_name(LLM, number) for number in numbers)}

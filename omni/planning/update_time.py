@@ -12,7 +12,7 @@ def update_ns(spec: Workload, plan: StepPlan, rank: int) -> int:
     trains in a step; the parts of a domain rank are those of `plan` in every domain.
     """
     world = spec.arrangement
-    domain_rank = world.domain_ranks(world.domain(rank)).index(rank)
+    domain_rank = world.global_ranks(world.domain(rank)).index(rank)
     held = plan.domain.virtual_stages(domain_rank)
     parts = [(LLM, spec.work[virtual_stage_name(LLM, number)]) for number in held]
     parts += [(name, spec.work[name]) for name in spec.encoders if rank in world.encoder_meshes[name]]

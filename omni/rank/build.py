@@ -125,7 +125,7 @@ def build_rank(spec: RunSpec, rank: int, device: torch.device, note: Callable[[O
         for part in modules[name]
     }
     domain = arrangement.domain(rank)
-    ranks = arrangement.domain_ranks(domain)
+    ranks = arrangement.global_ranks(domain)
     domain_rank = ranks.index(rank)
     stages = stages_of(config.optim, config.stages, config.train.steps)
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None

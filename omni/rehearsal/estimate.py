@@ -116,6 +116,6 @@ def mean_spent(timeline: Timeline, table: CostTable) -> SimulatedSpent:
 
 def sent_by_ranks(spec: RunSpec, plan: StepPlan) -> dict[int, Sent]:
     """Return what each rank of a plan's domain sends in the step, by its number in the world."""
-    ranks, asked_once = spec.arrangement.domain_ranks(plan.number), remembering(spec)
+    ranks, asked_once = spec.arrangement.global_ranks(plan.number), remembering(spec)
     works = (rank_work(asked_once, plan, rank) for rank in ranks)
     return {work.rank: sum(traffic(spec, work).values(), NOTHING) for work in works}

@@ -84,7 +84,7 @@ def rehearse(spec: RunSpec, plan: StepPlan, rank: int, device: torch.device = _C
     start = time.process_time()
     with _built(spec, rank, device) as (own, seen):
         inputs = _assembled(spec, plan, own, seen)
-        ranks = spec.arrangement.domain_ranks(own.domain)
+        ranks = spec.arrangement.global_ranks(own.domain)
         routed_evenly = even_routing(plan.domain, ranks, spec.config.model.llm.moe, lambda: seen.meter.where)
         with seen.entered(), routed_evenly:
             own.optimizer.begin(plan.step)

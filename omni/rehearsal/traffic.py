@@ -89,10 +89,10 @@ def _update_calls(spec: RunSpec, work: RankWork, component: str, number: int) ->
 # Between parts.
 
 
-def _at(spec: RunSpec, work: RankWork, domain_ranks: Iterable[int]) -> tuple[int, ...]:
-    """Global ranks of some domain ranks."""
-    ranks = spec.arrangement.domain_ranks(spec.arrangement.domain(work.rank))
-    return tuple(ranks[domain_rank] for domain_rank in domain_ranks)
+def _at(spec: RunSpec, work: RankWork, numbers: Iterable[int]) -> tuple[int, ...]:
+    """Global ranks of some domain ranks, by number."""
+    ranks = spec.arrangement.global_ranks(spec.arrangement.domain(work.rank))
+    return tuple(ranks[number] for number in numbers)
 
 
 def _hand_on(spec: RunSpec, work: RankWork, op: Op) -> Call:

@@ -142,7 +142,7 @@ class Telling:
 
     def _of_plan(self, plan: StepPlan) -> dict[str, Part]:
         spec, domain_rank = replace(self.spec, table=self.tables.at(plan.step)), self.rank.domain_rank
-        ranks = len(spec.arrangement.domain_ranks(plan.number))
+        ranks = len(spec.arrangement.global_ranks(plan.number))
         among = (
             Among(0, self.rank.rank, spec.arrangement.world),
             Among(

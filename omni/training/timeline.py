@@ -55,7 +55,7 @@ def record(
         write_rank(folder, plan.step, rank.rank, RankRecord(stays, watch.made_ns, spans))
         if rank.domain_rank == 0:
             timeline = simulate(plan.domain, done.table, spec.planner.domain.single_queue)
-            ranks = spec.arrangement.domain_ranks(plan.number)
+            ranks = spec.arrangement.global_ranks(plan.number)
             simulated = rows_of(timeline, team_names(ranks, plan.domain.team))
             write_domain(folder, plan.step, plan.number, DomainRecord(ranks, tuple(simulated)))
     rank.note(f"step {plan.step}: writing timelines")

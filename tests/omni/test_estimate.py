@@ -114,7 +114,7 @@ def test_the_fullest_rank_is_that_of_the_world(spec: RunSpec, plans: list[StepPl
     held = {
         rank: model_footprint(spec, plan, rank)
         for plan in plans
-        for rank in spec.arrangement.domain_ranks(plan.number)
+        for rank in spec.arrangement.global_ranks(plan.number)
     }
     assert sorted(held) == list(range(WORLD))
     peak = found.fullest
@@ -125,7 +125,7 @@ def test_the_fullest_rank_is_that_of_the_world(spec: RunSpec, plans: list[StepPl
 
 def test_bytes_by_tier_are_those_of_the_models(spec: RunSpec, plans: list[StepPlan]) -> None:
     sent = sent_by_ranks(spec, plans[1])
-    assert tuple(sent) == spec.arrangement.domain_ranks(1)
+    assert tuple(sent) == spec.arrangement.global_ranks(1)
     for rank, of in sent.items():
         traffic = model_footprint(spec, plans[1], rank).traffic.values()
         assert of.inside == sum(each.inside for each in traffic) > 0
@@ -178,7 +178,7 @@ def test_the_remedy_is_that_of_the_component_that_fills_memory(spec: RunSpec) ->
 def test_activations_are_told_by_component(spec: RunSpec, plans: list[StepPlan]) -> None:
     seen = set()
     for plan in plans:
-        for rank in spec.arrangement.domain_ranks(plan.number):
+        for rank in spec.arrangement.global_ranks(plan.number):
             work = rank_work(spec, plan, rank)
             parts, _ = model_peak(spec, work)
             of = by_component(parts, "activations")
@@ -207,7 +207,7 @@ def test_the_planner_of_a_rank_refuses_what_that_rank_cannot_hold(
         admit = partial(check_rank, on(spec, memory_bytes), rank)
         replace(spec.planner, admit=admit).verify(plans[1])
 
-    held = {rank: model_footprint(spec, plans[1], rank).bytes for rank in spec.arrangement.domain_ranks(1)}
+    held = {rank: model_footprint(spec, plans[1], rank).bytes for rank in spec.arrangement.global_ranks(1)}
     assert len(set(held.values())) > 1
     for rank, size in held.items():
         verify(rank, None)
@@ -296,7 +296,7 @@ def test_the_fullest_of_a_team_need_not_be_its_first(line: list[str]) -> None:
     spec, later = prepare_run(compose_config(keys), WORLD), 0
     for plan in spec.planner.all_domains(2, spec.planner.cursor_of(2)):
         assert plan.domain.team == 2
-        ranks = spec.arrangement.domain_ranks(plan.number)
+        ranks = spec.arrangement.global_ranks(plan.number)
         held = {rank: model_footprint(spec, plan, rank).bytes for rank in ranks}
         peak = fullest_rank(spec, [plan])
         assert (peak.rank, peak.bytes) == max(held.items(), key=lambda item: item[1])

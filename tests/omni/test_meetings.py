@@ -146,7 +146,7 @@ def issued(zero: int, case: Case, folder: Path, bad: int | None = None, plant: P
     spec = prepare_run(config, case.world)
     plan = plan_of_step(spec, 1, 0)
     calls = {}
-    for rank in spec.arrangement.domain_ranks(0):
+    for rank in spec.arrangement.global_ranks(0):
         with pytest.MonkeyPatch.context() as patch:
             if rank == bad and plant is not None:
                 plant(patch)

@@ -160,7 +160,7 @@ def test_memory_and_bytes_are_those_rehearsed(
     few = ("train.precision=bf16", "cluster.ranks_per_node=2", REDUCE)
     spec = prepare_run(compose_config(overrides(data, tmp_path / "run", *few, *keys)), world)
     for plan in spec.planner.all_domains(1, 0):
-        for rank in spec.arrangement.domain_ranks(plan.number):
+        for rank in spec.arrangement.global_ranks(plan.number):
             modelled, rehearsed = model_footprint(spec, plan, rank), rehearse(spec, plan, rank).footprint
             assert modelled.traffic == rehearsed.traffic
             assert any(collective == "all_to_all" for _, collective in modelled.traffic)

@@ -243,7 +243,7 @@ def test_the_ranks_of_a_world_hold_the_model_once_and_send_what_is_planned(data:
         assert found.traffic == modelled.traffic
         # Padding and weights divide over ranks unevenly, so the shards differ.
         assert modelled.peak["optimizer"] == pytest.approx(found.peak["optimizer"], rel=1e-3)
-        domain, ranks = plan.domain, spec.arrangement.domain_ranks(plan.number)
+        domain, ranks = plan.domain, spec.arrangement.global_ranks(plan.number)
         domain_rank = ranks.index(rank)
         layouts = [batch.layout for batch in domain.microbatches]
         tokens = sum(layout.padded_tokens(domain.cp_rank(domain_rank), 2) for layout in layouts)

@@ -327,4 +327,4 @@ def test_a_policy_without_anybody_to_share_with_is_said(tmp_path):
     assert notes(2, *shared) == notes(2) == notes(2, "layout.llm.cp=2", "llm_sp=all") == []
     llm, image = notes(2, *shared[1:])
     assert llm.startswith("llm_sp=dynamic has no effect: nobody to share with")
-    assert image.startswith("encoder_sp=all has no effect on image: a domain has one slot")
+    assert image.startswith("encoder_sp=all has no effect on image: a domain has one tp group")

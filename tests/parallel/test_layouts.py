@@ -196,7 +196,7 @@ def arrangements(draw) -> Arrangement:
 @settings(deadline=None, max_examples=200)
 @given(arrangements())
 def test_domains_partition_the_world(world):
-    domains = [world.domain_ranks(domain) for domain in range(world.num_domains)]
+    domains = [world.global_ranks(domain) for domain in range(world.num_domains)]
     assert sorted(rank for of in domains for rank in of) == list(range(world.world))
     for number, ranks in enumerate(domains):
         assert len(ranks) == world.domain_size == world.llm_size + world.encoder_ranks // world.num_domains
@@ -214,7 +214,7 @@ def test_domain_ranks_of_a_stage_are_cp_ranks_of_tp_ranks(world):
     assert world.pool == world.llm.cp * world.replicas
     assert world.num_domains * world.replicas == world.llm.dp
     for domain in range(world.num_domains):
-        ranks = world.domain_ranks(domain)
+        ranks = world.global_ranks(domain)
         for stage in range(world.llm.pp):
             of_stage = ranks[stage * world.stage_size : (stage + 1) * world.stage_size]
             assert of_stage == world.mesh.group(of_stage[0], "tp", "cp", "replica")
@@ -238,8 +238,8 @@ def test_groups_that_compute_together_lie_inside_a_domain(world):
     for mesh in world.encoder_meshes.values():
         for group in mesh.groups("tp"):
             (domain,) = {world.domain(rank) for rank in group}
-            first = world.domain_ranks(domain).index(group[0])
-            assert world.domain_ranks(domain)[first : first + len(group)] == group, "neighbours"
+            first = world.global_ranks(domain).index(group[0])
+            assert world.global_ranks(domain)[first : first + len(group)] == group, "neighbours"
 
 
 @settings(deadline=None, max_examples=200)
@@ -257,7 +257,7 @@ def test_tp_groups_hold_every_rank_of_an_encoder_once(world):
         mesh = world.encoder_meshes[name]
         assert len(mesh.ranks) == len(expected) * world.num_domains
         for domain in range(world.num_domains):
-            ranks = world.domain_ranks(domain)
+            ranks = world.global_ranks(domain)
             for number, tp_group in enumerate(tp_groups):
                 for t, domain_rank in enumerate(tp_group):
                     at = mesh.coordinates(ranks[domain_rank])
@@ -325,11 +325,11 @@ def test_data_parallel_replicas_plan_alone_unless_they_share():
 def test_encoders_beside_the_llm_stand_in_any_ratio():
     three = arrange(Layout(dp=2), {"x": 1}, DISAGGREGATED, 3)
     assert (three.world, three.num_domains) == (5, 1)
-    assert three.domain_ranks(0) == (0, 1, 2, 3, 4)
+    assert three.global_ranks(0) == (0, 1, 2, 3, 4)
     assert three.tp_groups("x") == ((2,), (3,), (4,))
     four = arrange(Layout(dp=2, tp=2), {"x": 2}, DISAGGREGATED, 4)
     assert (four.world, four.num_domains) == (8, 2)
-    assert four.domain_ranks(1) == (2, 3, 6, 7)
+    assert four.global_ranks(1) == (2, 3, 6, 7)
     assert four.encoder_meshes["x"].groups("tp") == ((4, 5), (6, 7))
     one = arrange(Layout(dp=3), {"x": 1}, DISAGGREGATED, 1)
     assert one.num_domains == 1
@@ -379,9 +379,9 @@ def test_sixteen_thousand_ranks():
             groups = mesh.groups(axis)
             assert Counter(map(len, groups)) == {len(groups[0]): world.world // len(groups[0])}
             assert len({rank for group in groups for rank in group}) == world.world
-    assert world.domain_ranks(world.domain(rank)).index(rank) < world.domain_size
+    assert world.global_ranks(world.domain(rank)).index(rank) < world.domain_size
     beside = arrange(llm, {"x": 8}, DISAGGREGATED, 1024)
-    assert beside.domain_ranks(beside.num_domains - 1)[-1] == beside.world - 1 == 17_407
+    assert beside.global_ranks(beside.num_domains - 1)[-1] == beside.world - 1 == 17_407
 
 
 # Layers over stages.
