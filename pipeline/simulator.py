@@ -186,7 +186,7 @@ class _Simulation:
 
     def _check_part(self, channel: Channel, op: Op, team: int) -> None:
         if team not in channel.queues:
-            raise StuckError(f"position {team * self.domain.team} runs {op}, which it has no part in")
+            raise StuckError(f"domain rank {team * self.domain.team} runs {op}, which it has no part in")
 
     def _computing(self, op: Op, team: int) -> _Running:
         kind = op.kind
@@ -296,17 +296,18 @@ class _Simulation:
     def _never_issued(self, team: int, at: int) -> str:
         op = self.domain.ops[team][at]
         return (
-            f"position {team * self.domain.team} waits for {op.on}({op.index}), which it never issued before"
+            f"domain rank {team * self.domain.team} waits for {op.on}({op.index}), which it never issued "
+            "before"
         )
 
     def _describe(self, team: int, at: int) -> str:
         op, transfer = self.domain.ops[team][at], self.programs[team][at][2]
-        text = f"position {team * self.domain.team} stands at op {at}, {op}"
+        text = f"domain rank {team * self.domain.team} stands at op {at}, {op}"
         assert transfer is not None
         came = {queue.team for *_, queue in transfer.came}
         missing = [other * self.domain.team for other in transfer.teams if other not in came]
         if missing:
-            return f"{text}, waiting for position {', '.join(map(str, missing))} to take part"
+            return f"{text}, waiting for domain rank {', '.join(map(str, missing))} to take part"
         if transfer.behind is not None and transfer.behind.done < 0:
             return f"{text}, behind a reduction that other domains make first"
         return f"{text}, behind another transfer on its channel"

@@ -36,8 +36,8 @@ class PlanRefusedError(RuntimeError):
 def verify(plan: StepPlan, kept: Kept, single_fifo: bool = False, ranks: Sequence[int] = ()) -> None:
     """Check all rules on the domain of a plan.
 
-    With `single_fifo` the lists must also run with one communication queue a rank. Rules name domain ranks,
-    which messages call positions; a refusal says which of the run's `ranks` they are, if these are given.
+    With `single_fifo` the lists must also run with one communication queue a rank. Rules name domain ranks; a
+    refusal says which of the run's `ranks` they are, if these are given.
 
     Raises:
         PlanRefusedError: with the first violations.
@@ -46,7 +46,9 @@ def verify(plan: StepPlan, kept: Kept, single_fifo: bool = False, ranks: Sequenc
     if found:
         lines = "\n  ".join(f"domain {plan.number}: {text}" for text in found[:10])
         if ranks:
-            lines += f"\n  positions 0 to {len(ranks) - 1} of domain {plan.number} are ranks {_spans(ranks)}"
+            lines += (
+                f"\n  domain ranks 0 to {len(ranks) - 1} of domain {plan.number} are ranks {_spans(ranks)}"
+            )
         raise PlanRefusedError(f"the plan of step {plan.step} is refused:\n  {lines}")
 
 

@@ -16,7 +16,7 @@ def collective_order(domain: DomainPlan, lists: Lists) -> Iterator[str]:
         orders = [[op[1] for op in ops if op[0] is kind and not local[op[1]]] for ops in lists]
         for team, order in enumerate(orders):
             if order != orders[0]:
-                yield f"R1: {who(domain, team)} issues {kind} in order {order}, position 0 {orders[0]}"
+                yield f"R1: {who(domain, team)} issues {kind} in order {order}, domain rank 0 {orders[0]}"
     place = {pair: number for number, pair in enumerate(domain.reductions)}
     for team, ops in enumerate(lists):
         reduced = [(op[1], op[3]) for op in ops if op[0] is Kind.REDUCE]
@@ -49,7 +49,7 @@ def pair_order(domain: DomainPlan, lists: Lists) -> Iterator[str]:
         if sent[pair] != received[pair]:
             what = "send_forward" if forward else "send_backward"
             out, into = (_messages(of[pair], domain) for of in (sent, received))
-            yield f"R2: position {source} sends {what} {out}, position {destination} receives {into}"
+            yield f"R2: domain rank {source} sends {what} {out}, domain rank {destination} receives {into}"
 
 
 def _messages(messages: Sequence[tuple[int, int]], domain: DomainPlan) -> list[object]:

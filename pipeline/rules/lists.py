@@ -32,9 +32,9 @@ def who(domain: DomainPlan, team: int) -> str:
     """Return the ranks of a team in words."""
     first = team * domain.team
     return (
-        f"position {first}"
+        f"domain rank {first}"
         if domain.team == 1
-        else f"the team of positions {first} to {first + domain.team - 1}"
+        else f"the team of domain ranks {first} to {first + domain.team - 1}"
     )
 
 

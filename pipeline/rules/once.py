@@ -23,11 +23,12 @@ def everything_once(plan: StepPlan, lists: Lists) -> Iterator[str]:
     owners = Counter(number for batch in domain.encoder_batches for number in batch.items)
     for number in range(len(domain.items)):
         if owners[number] != 1:
-            yield f"R5: item {number} is in {owners[number]} chunks"
+            yield f"R5: item {number} is in {owners[number]} encoder batches"
     for c, batch in enumerate(domain.encoder_batches):
         first, stop = homes[batch.component]
         if not (first <= batch.ranks[0] and batch.ranks[-1] < stop):
-            yield f"R5: chunk {c} is on positions {batch.ranks}, which do not all hold {batch.component}"
+            where = f"on domain ranks {batch.ranks}, which do not all hold {batch.component}"
+            yield f"R5: encoder batch {c} is {where}"
     for team, (ops, own) in enumerate(zip(lists, _expected(plan), strict=True)):
         counts = Counter([op for op in ops if op[0] in _ONCE])
         if counts != own:
@@ -80,7 +81,7 @@ def _why(op: Fields, plan: StepPlan) -> str:
     """The reason for how often an op runs."""
     kind, index, *_ = op
     if kind in ENCODES:
-        return f"a chunk of positions {plan.domain.encoder_batches[index].ranks}"
+        return f"an encoder batch of domain ranks {plan.domain.encoder_batches[index].ranks}"
     return plan.components[index] if kind is Kind.REDUCE else "a microbatch passes every virtual stage"
 
 

@@ -25,14 +25,14 @@ def unclear_table(domain: DomainPlan) -> Iterator[str]:
     homes = [rank for home in domain.homes for rank in home]
     if any(rank % domain.team for rank in (domain.stage_size, *homes)):
         yield (
-            f"R5: stages of {domain.stage_size} positions and the homes {domain.homes} are not all whole "
+            f"R5: stages of {domain.stage_size} domain ranks and the homes {domain.homes} are not all whole "
             f"teams of {domain.team}"
         )
     elif sorted(holders) != list(range(domain.num_virtual_stages)) or set(holders.values()) != {size}:
         counts = dict(sorted(holders.items()))
         yield f"R5: the virtual stages of the LLM are on {counts} teams, not all on {size}"
     elif any(after and not before for before, after in pairwise(domain.holds)):
-        yield "R5: positions beside the LLM stand before some of the LLM's"
+        yield "R5: domain ranks beside the LLM stand before some of the LLM's"
     elif any(len(held) > 1 for held in stages):
         yield f"R5: teams of one stage hold different virtual stages: {domain.holds}"
     elif len(domain.ops) != len(domain.holds):
@@ -42,27 +42,28 @@ def unclear_table(domain: DomainPlan) -> Iterator[str]:
 def unclear_encoder_batches(domain: DomainPlan) -> Iterator[str]:
     """Encoder batches that say different things of their work: nothing else can be checked."""
     for c, batch in enumerate(domain.encoder_batches):
+        named = f"R5: encoder batch {c}"
         items = [domain.items[i] for i in batch.items if 0 <= i < len(domain.items)]
         groups, ranks = batch.layout.num_cp_ranks, batch.ranks
         if len(items) < len(batch.items) or {i.component for i in items} != {batch.component}:
-            yield f"R5: chunk {c} holds items of another component, or of none"
+            yield f"{named} holds items of another component, or of none"
         elif batch.microbatches != tuple(sorted({i.microbatch for i in items})):
-            yield f"R5: chunk {c} is of microbatches {batch.microbatches}, which are not those of its items"
+            yield f"{named} is of microbatches {batch.microbatches}, which are not those of its items"
         elif batch.layout.lengths != tuple(item.tokens for item in items):
-            yield f"R5: chunk {c} divides {batch.layout.lengths} tokens, which are not those of its items"
+            yield f"{named} divides {batch.layout.lengths} tokens, which are not those of its items"
         elif not ranks or ranks != tuple(range(ranks[0], ranks[0] + len(ranks))):
-            yield f"R5: chunk {c} is on positions {ranks}, which are not neighbours"
+            yield f"{named} is on domain ranks {ranks}, which are not neighbours"
         elif ranks[0] % domain.team or (len(ranks) % groups == 0 and batch.tp % domain.team):
             yield (
-                f"R5: chunk {c} is on {groups} slots of positions {ranks}, which are not whole teams of "
+                f"{named} is on {groups} tp groups of domain ranks {ranks}, which are not whole teams of "
                 f"{domain.team}"
             )
         elif ranks[-1] >= domain.num_ranks:
-            yield f"R5: chunk {c} is on positions {ranks} of {domain.num_ranks}"
+            yield f"{named} is on domain ranks {ranks} of {domain.num_ranks}"
         elif len(ranks) % groups or batch.outputs != outputs_of(
             batch.items, domain.items, batch.layout, batch.tp, len(domain.fed_by(batch.component))
         ):
-            yield f"R5: chunk {c} puts out {batch.rows} rows, not those of its items on {groups} slots"
+            yield f"{named} puts out {batch.rows} rows, not those of its items on {groups} tp groups"
 
 
 def unknown_ops(plan: StepPlan, lists: Lists) -> Iterator[str]:

@@ -349,7 +349,7 @@ def test_a_shared_embedding_is_reduced_after_the_last_virtual_stage(folder: Path
         rest = [op for op in ops if op not in (*reductions, *waits, late)]
         lists.append((*rest, reductions[0], late, *reductions[1:], *waits))
     domain = replace(domain, ops=tuple(lists), reductions=((0, 0), (0, 1), (1, 0)))
-    words = r"R3: position 0 must run backward\(2, virtual stage 1, weight\) before reduce\(0\)"
+    words = r"R3: domain rank 0 must run backward\(2, virtual stage 1, weight\) before reduce\(0\)"
     with pytest.raises(PlanRefusedError, match=words):
         planner.verify(replace(plan, domain=domain))
 

@@ -59,7 +59,7 @@ def with_ops(plan: StepPlan, lists: Lists) -> StepPlan:
 
 def first_of(plan: StepPlan, team: int) -> str:
     """How rules that name one domain rank of a team call it."""
-    return f"position {team * plan.domain.team}"
+    return f"domain rank {team * plan.domain.team}"
 
 
 def wait_for(op: Op) -> Op:
@@ -83,7 +83,7 @@ def dropped_message(kinds: tuple[Kind, ...]) -> Fault:
         lists, op = lists_of(plan), plan.domain.ops[team][at]
         lists[team] = [other for other in lists[team] if other not in (op, wait_for(op))]
         source, destination = plan.domain.sender(op, team * plan.domain.team)
-        words = f"position {source} sends {_sends(op)} ", f"position {destination} receives "
+        words = f"domain rank {source} sends {_sends(op)} ", f"domain rank {destination} receives "
         return Planted(with_ops(plan, lists), "R2", words)
 
     return plant
@@ -107,7 +107,7 @@ def swapped_messages(kinds: tuple[Kind, ...]) -> Fault:
             lists, other = lists_of(plan), random.choice(later)
             lists[team][at], lists[team][other] = ops[other], ops[at]
             source, destination = plan.domain.sender(ops[at], team * plan.domain.team)
-            words = f"position {source} sends {_sends(ops[at])} ", f"position {destination} receives "
+            words = f"domain rank {source} sends {_sends(ops[at])} ", f"domain rank {destination} receives "
             return Planted(with_ops(plan, lists), "R2", words)
         return None
 
@@ -135,7 +135,7 @@ def changed_collectives(kind: Kind, skipped: bool) -> Fault:
         words = (
             (f"{who(plan.domain, team)} issues {kind} in order ",)
             if team
-            else (f"issues {kind} ", "position 0 [")
+            else (f"issues {kind} ", "domain rank 0 [")
         )
         return Planted(with_ops(plan, lists), "R1", words)
 

@@ -122,7 +122,7 @@ def encoder_batch_where_its_encoder_is_not(plan: StepPlan, random: Random) -> Pl
         replace(batch, ranks=ranks),
         *domain.encoder_batches[c + 1 :],
     )
-    words = f"chunk {c} is on positions {ranks}, which do not all hold {batch.component}"
+    words = f"encoder batch {c} is on domain ranks {ranks}, which do not all hold {batch.component}"
     return Planted(with_domain(with_ops(plan, lists), encoder_batches=encoder_batches), "R5", (words,))
 
 
@@ -161,7 +161,8 @@ def an_encoder_batch_two_times(plan: StepPlan, random: Random) -> tuple[tuple[in
     if not numbers:
         return None
     again = random.choice(numbers)
-    return (*numbers, again), f"item {random.choice(plan.domain.encoder_batches[again].items)} is in 2 chunks"
+    item = random.choice(plan.domain.encoder_batches[again].items)
+    return (*numbers, again), f"item {item} is in 2 encoder batches"
 
 
 def an_encoder_batch_less(plan: StepPlan, random: Random) -> tuple[tuple[int, ...], str] | None:
@@ -170,7 +171,8 @@ def an_encoder_batch_less(plan: StepPlan, random: Random) -> tuple[tuple[int, ..
         return None
     left = random.choice(numbers)
     kept = tuple(number for number in numbers if number != left)
-    return kept, f"item {random.choice(plan.domain.encoder_batches[left].items)} is in 0 chunks"
+    item = random.choice(plan.domain.encoder_batches[left].items)
+    return kept, f"item {item} is in 0 encoder batches"
 
 
 def changed_route(lose: bool) -> Fault:
@@ -257,7 +259,7 @@ WORK: dict[str, Fault] = {
     "an encoder batch left out": changed_count(of_kind(*ENCODES), 0),
     "an encoder batch twice": changed_count(of_kind(*ENCODES), 2),
     "an encoder batch of others": added_op(
-        an_encoder_batch_of_others, " 1 times, not 0: a chunk of positions "
+        an_encoder_batch_of_others, " 1 times, not 0: an encoder batch of domain ranks "
     ),
     "a weight gradient left out": changed_count(lambda op: op.grad is Grad.WEIGHT, 0),
     "a weight gradient twice": changed_count(lambda op: op.grad is Grad.WEIGHT, 2),

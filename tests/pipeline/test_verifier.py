@@ -55,7 +55,7 @@ def test_a_valid_plan_is_accepted():
 def test_swapped_ships_on_one_rank_are_refused():
     plan = edited(lambda lists: swap(lists[1], Op(Kind.SHIP, 2), Op(Kind.SHIP, 3)))
     assert "R1" in rules(plan)
-    assert any("position 1 issues ship in order [0, 1, 3, 2]" in text for text in problems(plan))
+    assert any("domain rank 1 issues ship in order [0, 1, 3, 2]" in text for text in problems(plan))
 
 
 def test_swapped_returns_on_one_rank_are_refused():
@@ -91,8 +91,8 @@ def test_waiting_for_a_reduction_before_what_others_wait_for_is_refused(kind):
             RandomRanks(plan, seed).run()
     (found,) = problems(plan, bound=3)
     assert found.startswith("R7: ")
-    assert "position 2 stands at op" in found
-    assert "wait(reduce 0), waiting for position" in found
+    assert "domain rank 2 stands at op" in found
+    assert "wait(reduce 0), waiting for domain rank" in found
 
 
 def test_waiting_after_a_reduction_is_harmless():
@@ -172,7 +172,7 @@ def test_a_send_that_nobody_receives_is_refused():
 def test_an_op_before_what_it_uses_is_refused(rank, early, late):
     plan = edited(lambda lists: move_after(lists[rank], early, late))
     early, late = of_rank(a_plan(), rank, early), of_rank(a_plan(), rank, late)
-    assert f"R3: position {rank} must run {early} before {late}" in problems(plan)
+    assert f"R3: domain rank {rank} must run {early} before {late}" in problems(plan)
 
 
 def test_an_encoder_batch_encoded_on_another_rank_than_planned_is_refused():
@@ -267,14 +267,14 @@ def with_encoder_batch(number: int, **changes: object) -> StepPlan:
 def test_an_item_of_two_encoder_batches_is_refused():
     encoder_batches = a_plan().domain.encoder_batches
     found = problems(with_encoder_batch(1, items=(*encoder_batches[1].items, encoder_batches[0].items[0])))
-    assert "R5: item 0 is in 2 chunks" in found
+    assert "R5: item 0 is in 2 encoder batches" in found
     assert all(text.startswith("R5") for text in found)
 
 
 def test_an_item_of_no_encoder_batch_is_refused():
     encoder_batch = a_plan().domain.encoder_batches[1]
     found = problems(with_encoder_batch(1, items=encoder_batch.items[:-1]))
-    assert f"R5: item {encoder_batch.items[-1]} is in 0 chunks" in found
+    assert f"R5: item {encoder_batch.items[-1]} is in 0 encoder batches" in found
     assert all(text.startswith("R5") for text in found)
 
 
@@ -305,7 +305,7 @@ BLOCKS = (ItemRows(0, 0, 0, 2), ItemRows(1, 0, 0, 1))  # what encoder batch 0 pu
 )
 def test_an_encoder_batch_that_contradicts_its_items_is_refused(changes, words):
     (found,) = problems(with_encoder_batch(0, **changes))
-    assert found.startswith("R5: chunk 0 ")
+    assert found.startswith("R5: encoder batch 0 ")
     assert words in found
 
 
@@ -315,7 +315,7 @@ def test_an_encoder_batch_of_an_item_that_the_plan_does_not_have_is_refused():
     (found,) = problems(
         with_domain(plan, encoder_batches=(replace(encoder_batches[0], items=(0, 99)), *encoder_batches[1:]))
     )
-    assert found.startswith("R5: chunk 0 ")
+    assert found.startswith("R5: encoder batch 0 ")
 
 
 def test_an_encoder_batch_that_is_encoded_twice_is_refused():
@@ -418,8 +418,8 @@ def test_a_return_awaited_before_the_gradient_is_sent_is_refused_and_explained()
     plan = a_return_awaited_before_the_gradient_is_sent()
     found = problems(plan)
     assert [text.split(":")[0] for text in found] == ["R7"]
-    assert "wait(return 1), waiting for position 0 to take part" in found[0]
-    assert "wait(recv_backward 1), waiting for position 1 to take part" in found[0]
+    assert "wait(return 1), waiting for domain rank 0 to take part" in found[0]
+    assert "wait(recv_backward 1), waiting for domain rank 1 to take part" in found[0]
 
 
 def test_what_the_machine_refuses_hangs_on_random_ranks():
@@ -477,7 +477,9 @@ def test_two_ranks_of_a_tp_group_that_encode_in_opposite_orders_are_refused():
     plan = shared(lambda lists: swap(lists[1], Op(Kind.ENCODE, 0), Op(Kind.ENCODE, 2)))
     # Rank 1 may not ship microbatch 0 before it has encoded for it.
     plan = with_domain(plan, ops=tuple(_ships_last(ops) for ops in plan.domain.ops))
-    refused_only_by_r7(plan, "position 0 stands at op", "encode(0), waiting for position 1 to take part")
+    refused_only_by_r7(
+        plan, "domain rank 0 stands at op", "encode(0), waiting for domain rank 1 to take part"
+    )
 
 
 def _ships_last(ops: tuple[Op, ...]) -> tuple[Op, ...]:
@@ -497,7 +499,7 @@ def test_opposite_orders_of_backward_are_refused():
         lambda lists: move_after(lists[3], Op(Kind.ENCODE_BACKWARD, 1), Op(Kind.ENCODE_BACKWARD, 2))
     )
     refused_only_by_r7(
-        plan, "position 2 stands at op", "encode_backward(1), waiting for position 3 to take part"
+        plan, "domain rank 2 stands at op", "encode_backward(1), waiting for domain rank 3 to take part"
     )
 
 
@@ -507,7 +509,7 @@ def test_two_ranks_of_a_collective_group_that_pass_microbatches_in_opposite_orde
     lists = [list(ops) for ops in plan.domain.ops]
     lists[rank].reverse()
     plan = with_domain(plan, ops=tuple(map(tuple, lists)))
-    refused_only_by_r7(plan, "forward(0), waiting for position", "forward(1), waiting for position")
+    refused_only_by_r7(plan, "forward(0), waiting for domain rank", "forward(1), waiting for domain rank")
     alone = with_domain(plan, collective_group=1)
     assert not problems(alone)
     RandomRanks(alone, seed=0).run()
@@ -521,8 +523,8 @@ def test_a_pass_and_an_encoder_batch_in_opposite_orders_are_refused():
     move_before(lists[1], Op(Kind.ENCODE, 0), Op(Kind.FORWARD, 0))
     refused_only_by_r7(
         with_domain(plan, ops=tuple(map(tuple, lists))),
-        "position 0 stands at op 0, forward(0), waiting for position 1",
-        "encode(0), waiting for position 0",
+        "domain rank 0 stands at op 0, forward(0), waiting for domain rank 1",
+        "encode(0), waiting for domain rank 0",
     )
 
 
@@ -532,21 +534,23 @@ def test_a_pass_and_an_encoder_batch_in_opposite_orders_are_refused():
 def test_an_encoder_batch_that_a_rank_of_its_tp_groups_leaves_out_is_refused(op, rank):
     found = problems(shared(lambda lists: lists[rank].remove(op)))
     ranks = a_shared_plan().domain.encoder_batches[op.index].ranks
-    assert f"R5: position {rank} runs {op} 0 times, not 1: a chunk of positions {ranks}" in found
+    assert (
+        f"R5: domain rank {rank} runs {op} 0 times, not 1: an encoder batch of domain ranks {ranks}" in found
+    )
     assert any(
-        text.startswith("R7: ") and f"{op}, waiting for position {rank} to take part" in text
+        text.startswith("R7: ") and f"{op}, waiting for domain rank {rank} to take part" in text
         for text in found
     )
 
 
 def test_a_rank_that_helps_uninvited_is_refused():
     found = problems(shared(lambda lists: lists[5].insert(0, Op(Kind.ENCODE, 3))))
-    assert "R5: position 5 runs encode(3) 1 times, not 0: a chunk of positions (3, 4)" in found
+    assert "R5: domain rank 5 runs encode(3) 1 times, not 0: an encoder batch of domain ranks (3, 4)" in found
 
 
 def test_a_pass_of_a_rank_beside_the_llm_is_refused():
     found = problems(shared(lambda lists: lists[8].insert(0, Op(Kind.FORWARD, 0))))
-    assert "R5: position 8 runs forward(0), which is not in the plan" in found
+    assert "R5: domain rank 8 runs forward(0), which is not in the plan" in found
 
 
 # Homes: which ranks hold a component.
@@ -558,8 +562,8 @@ def with_homes(plan: StepPlan, *homes: tuple[int, int]) -> StepPlan:
 
 def test_an_encoder_batch_outside_the_home_of_its_component_is_refused():
     found = problems(with_homes(a_shared_plan(), (8, 10), (0, 4)))
-    assert "R5: chunk 3 is on positions (3, 4), which do not all hold image" in found
-    assert not any("chunk 2" in text for text in found)
+    assert "R5: encoder batch 3 is on domain ranks (3, 4), which do not all hold image" in found
+    assert not any("encoder batch 2" in text for text in found)
 
 
 def leave_out(ops, component):
@@ -572,14 +576,14 @@ def test_every_rank_of_a_home_reduces_and_no_other():
     plan = a_shared_plan()
     assert [rank for rank, ops in enumerate(plan.domain.ops) if Op(Kind.REDUCE, 0) in ops] == [8, 9]
     found = problems(shared(lambda lists: leave_out(lists[7], 1)))
-    assert found[0] == "R5: position 7 runs reduce(1) 0 times, not 1: image"
+    assert found[0] == "R5: domain rank 7 runs reduce(1) 0 times, not 1: image"
     assert [text[:2] for text in found[1:]] == ["R7"]
     found = problems(shared(lambda lists: lists[7].extend((Op(Kind.REDUCE, 0), wait_for(Kind.REDUCE, 0)))))
-    assert "R5: position 7 runs reduce(0) 1 times, not 0: audio" in found
-    assert "R1: position 7 reduces in order [(1, 0), (2, 1), (0, 0)], not that of the plan" in found
+    assert "R5: domain rank 7 runs reduce(0) 1 times, not 0: audio" in found
+    assert "R1: domain rank 7 reduces in order [(1, 0), (2, 1), (0, 0)], not that of the plan" in found
     found = problems(with_homes(plan, (8, 9), (0, 8)))
-    assert "R5: position 9 runs reduce(0) 1 times, not 0: audio" in found
-    assert "R5: chunk 4 is on positions (8, 9), which do not all hold audio" in found
+    assert "R5: domain rank 9 runs reduce(0) 1 times, not 0: audio" in found
+    assert "R5: encoder batch 4 is on domain ranks (8, 9), which do not all hold audio" in found
 
 
 def test_a_reduction_that_one_rank_of_a_home_leaves_out_hangs_the_others():
@@ -587,8 +591,8 @@ def test_a_reduction_that_one_rank_of_a_home_leaves_out_hangs_the_others():
     with pytest.raises(DeadlockError):
         RandomRanks(plan, seed=0).run()
     found = problems(plan)
-    assert found[0] == "R5: position 9 runs reduce(0) 0 times, not 1: audio"
-    assert "wait(reduce 0), waiting for position 9 to take part" in found[1]
+    assert found[0] == "R5: domain rank 9 runs reduce(0) 0 times, not 1: audio"
+    assert "wait(reduce 0), waiting for domain rank 9 to take part" in found[1]
     assert "behind a reduction that other domains make first" in found[1]
 
 
@@ -598,7 +602,7 @@ def test_a_reduction_that_one_rank_of_a_home_leaves_out_hangs_the_others():
 def test_each_rank_of_a_stage_sends_to_its_own_neighbour():
     plan = shared(lambda lists: swap(lists[2], Op(Kind.SEND_FORWARD, 0), Op(Kind.SEND_FORWARD, 1)))
     found = [text for text in problems(plan) if text.startswith("R2")]
-    assert found == ["R2: position 2 sends send_forward [1, 0, 2], position 6 receives [0, 1, 2]"]
+    assert found == ["R2: domain rank 2 sends send_forward [1, 0, 2], domain rank 6 receives [0, 1, 2]"]
 
 
 def test_a_route_to_another_rank_of_the_first_stage_is_refused():
@@ -649,7 +653,7 @@ def test_rows_go_to_every_attach_point():
 def test_a_later_stage_waits_for_its_rows_and_returns_their_gradients_after_its_pass(early, late):
     plan = tapped(lambda lists: move_after(lists[2], early, late))
     early, late = of_rank(plan, 2, early), of_rank(plan, 2, late)
-    assert f"R3: position 2 must run {early} before {late}" in problems(plan, bound=3)
+    assert f"R3: domain rank 2 must run {early} before {late}" in problems(plan, bound=3)
     assert what_happens(plan, seed=0) is not None
 
 
@@ -674,7 +678,7 @@ def test_the_refusal_names_step_domain_and_rule():
     assert "domain 3: R2" in str(refusal.value)
     assert "are ranks" not in str(refusal.value)
     with pytest.raises(
-        PlanRefusedError, match=r"positions 0 to 4 of domain 3 are ranks 6 to 7, 22, 24 to 25$"
+        PlanRefusedError, match=r"domain ranks 0 to 4 of domain 3 are ranks 6 to 7, 22, 24 to 25$"
     ):
         verify(replace(broken, step=17, number=3), one, ranks=(6, 7, 22, 24, 25))
 

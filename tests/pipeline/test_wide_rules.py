@@ -61,35 +61,43 @@ def halves_of(whole: Op) -> tuple[Op, Op]:
 @HALVES
 def test_a_weight_gradient_that_never_runs_is_refused(whole):
     plan = with_lists(a_plan(), lambda lists: lists[0].remove(halves_of(whole)[1]))
-    refused(plan, f"R5: position 0 runs {whole} 0 times whole, 1 times for inputs and 0 for weights, not 1")
+    refused(
+        plan, f"R5: domain rank 0 runs {whole} 0 times whole, 1 times for inputs and 0 for weights, not 1"
+    )
 
 
 @HALVES
 def test_a_weight_gradient_that_runs_twice_is_refused(whole):
     weight = halves_of(whole)[1]
     plan = with_lists(a_plan(), lambda lists: lists[0].insert(lists[0].index(weight), weight))
-    refused(plan, f"R5: position 0 runs {whole} 0 times whole, 1 times for inputs and 2 for weights, not 1")
+    refused(
+        plan, f"R5: domain rank 0 runs {whole} 0 times whole, 1 times for inputs and 2 for weights, not 1"
+    )
 
 
 @HALVES
 def test_an_input_gradient_that_never_runs_is_refused(whole):
     first, weight = halves_of(whole)
     plan = with_lists(a_plan(), lambda lists: lists[0].remove(first))
-    refused(plan, "0 times for inputs and 1 for weights", f"R3: position 0 must run {first} before {weight}")
+    refused(
+        plan, "0 times for inputs and 1 for weights", f"R3: domain rank 0 must run {first} before {weight}"
+    )
 
 
 @HALVES
 def test_a_weight_gradient_before_its_input_gradient_is_refused(whole):
     first, weight = halves_of(whole)
     plan = with_lists(a_plan(), lambda lists: move(lists[0], weight, first))
-    refused(plan, f"R3: position 0 must run {first} before {weight}")
+    refused(plan, f"R3: domain rank 0 must run {first} before {weight}")
 
 
 @HALVES
 def test_a_whole_backward_beside_a_split_one_is_refused(whole):
     weight = halves_of(whole)[1]
     plan = with_lists(a_plan(), lambda lists: lists[0].insert(lists[0].index(weight), whole))
-    refused(plan, f"R5: position 0 runs {whole} 1 times whole, 1 times for inputs and 1 for weights, not 1")
+    refused(
+        plan, f"R5: domain rank 0 runs {whole} 1 times whole, 1 times for inputs and 1 for weights, not 1"
+    )
 
 
 def test_a_weight_gradient_of_a_frozen_llm_is_refused():
@@ -100,14 +108,14 @@ def test_a_weight_gradient_of_a_frozen_llm_is_refused():
     plan = with_lists(safe, lambda lists: lists[0].append(Op(B, 1, virtual_stage=2, grad=WEIGHT)))
     refused(
         plan,
-        "R5: position 0 runs backward(1, virtual stage 2) 0 times whole, 1 times for inputs and 1 for "
+        "R5: domain rank 0 runs backward(1, virtual stage 2) 0 times whole, 1 times for inputs and 1 for "
         "weights",
     )
 
 
 def test_a_forward_has_no_halves():
     plan = with_lists(a_plan(), lambda lists: lists[0].append(Op(F, 1, grad=INPUT)))
-    refused(plan, "R5: position 0 runs forward(1, input), which is not in the plan")
+    refused(plan, "R5: domain rank 0 runs forward(1, input), which is not in the plan")
 
 
 # Reductions.
@@ -119,7 +127,7 @@ def test_a_reduction_before_the_last_gradient_of_its_virtual_stage_is_refused(sp
     ops, reduction = plan.domain.ops[0], Op(Kind.REDUCE, LLM, virtual_stage=0)
     last = [op for op in ops if op.kind is B and op.virtual_stage == 0 and op.makes_weight][-1]
     before = with_lists(plan, lambda lists: move(lists[0], reduction, last))
-    refused(before, f"R3: position 0 must run {last} before {reduction}")
+    refused(before, f"R3: domain rank 0 must run {last} before {reduction}")
     assert "adds to gradients that were reduced before" in str(what_happens(before))
     after = with_lists(plan, lambda lists: move(lists[0], reduction, last, after=True))
     assert not problems(after, bound=100)
@@ -130,7 +138,7 @@ def test_a_reduction_before_anything_of_its_virtual_stage_is_refused():
     plan = a_plan(frozen=("audio", "image"))
     reduction = Op(Kind.REDUCE, LLM, virtual_stage=0)
     plan = with_lists(plan, lambda lists: (lists[0].remove(reduction), lists[0].insert(0, reduction)))
-    refused(plan, "R3: position 0 must run backward(0, weight) before reduce(2)")
+    refused(plan, "R3: domain rank 0 must run backward(0, weight) before reduce(2)")
 
 
 def test_the_first_virtual_stage_is_reduced_after_the_gradients_of_an_output_that_may_be_tied_to_it():
@@ -138,19 +146,19 @@ def test_the_first_virtual_stage_is_reduced_after_the_gradients_of_an_output_tha
     assert problems(plan, bound=100) == []
     last, reduction = Op(B, 1, virtual_stage=1, grad=WEIGHT), Op(Kind.REDUCE, LLM, virtual_stage=0)
     plan = with_lists(plan, lambda lists: move(lists[0], last, reduction, after=True))
-    assert problems(plan, bound=100) == [f"R3: position 0 must run {last} before {reduction}"]
+    assert problems(plan, bound=100) == [f"R3: domain rank 0 must run {last} before {reduction}"]
 
 
 def test_two_virtual_stages_that_one_rank_reduces_in_the_wrong_order_are_refused():
     first, second = Op(Kind.REDUCE, LLM, virtual_stage=0), Op(Kind.REDUCE, LLM, virtual_stage=2)
     plan = with_lists(a_plan(), lambda lists: move(lists[0], first, second, after=True))
-    refused(plan, "R1: position 0 reduces in order [(0, 0), (1, 0), (2, 2), (2, 0)], not that of the plan")
+    refused(plan, "R1: domain rank 0 reduces in order [(0, 0), (1, 0), (2, 2), (2, 0)], not that of the plan")
 
 
 def test_the_reduction_of_a_virtual_stage_that_a_rank_does_not_hold_is_refused():
     plan = with_lists(a_plan(), lambda lists: lists[0].append(Op(Kind.REDUCE, LLM, virtual_stage=1)))
     found = problems(plan)
-    assert found == ["R5: position 0 runs reduce(2, virtual stage 1), which is not in the plan"]
+    assert found == ["R5: domain rank 0 runs reduce(2, virtual stage 1), which is not in the plan"]
 
 
 # Virtual stages.
@@ -167,9 +175,9 @@ def test_a_message_to_the_wrong_virtual_stage_is_refused():
 
     refused(
         with_lists(a_plan(), edit),
-        "R2: position 0 sends send_forward [(0, 1), (1, 3), (0, 3), (1, 3)",
-        "R3: position 0 must run forward(1, virtual stage 2) before send_forward(1, virtual stage 2)",
-        "R4: position 0 issues send_forward(1, virtual stage 2) twice",
+        "R2: domain rank 0 sends send_forward [(0, 1), (1, 3), (0, 3), (1, 3)",
+        "R3: domain rank 0 must run forward(1, virtual stage 2) before send_forward(1, virtual stage 2)",
+        "R4: domain rank 0 issues send_forward(1, virtual stage 2) twice",
     )
 
 
@@ -178,7 +186,7 @@ def test_messages_of_two_virtual_stages_in_the_wrong_order_are_refused():
         i, j = (lists[0].index(Op(Kind.SEND_FORWARD, m, virtual_stage=p)) for m, p in ((1, 2), (2, 0)))
         lists[0][i], lists[0][j] = lists[0][j], lists[0][i]
 
-    refused(with_lists(a_plan(), edit), "R2: position 0 sends send_forward")
+    refused(with_lists(a_plan(), edit), "R2: domain rank 0 sends send_forward")
 
 
 def test_a_virtual_stage_before_the_one_that_it_continues_is_refused():
@@ -189,7 +197,7 @@ def test_a_virtual_stage_before_the_one_that_it_continues_is_refused():
         move(lists[0], Op(Kind.SEND_FORWARD, 0), Op(F, 0), after=True)
 
     plan = with_lists(a_plan(), edit)
-    refused(plan, "R7: position 0 stands at op")
+    refused(plan, "R7: domain rank 0 stands at op")
 
 
 def folded(edit) -> StepPlan:
@@ -207,14 +215,14 @@ def folded(edit) -> StepPlan:
 def test_a_virtual_stage_that_hands_on_within_its_rank_comes_first(early, late):
     assert not problems(folded(lambda lists: None))
     plan = folded(lambda lists: move(lists[1], early, late, after=True))
-    refused(plan, f"R3: position 1 must run {early} before {late}")
+    refused(plan, f"R3: domain rank 1 must run {early} before {late}")
 
 
 def test_a_message_within_a_rank_is_refused():
     """No rank sends to itself: the next virtual stage finds what it needs."""
     added = [Op(Kind.SEND_FORWARD, 1, virtual_stage=1), Op(Kind.RECV_FORWARD, 1, virtual_stage=2)]
     plan = folded(lambda lists: lists[1].extend(added))
-    assert problems(plan) == [f"R5: position 1 runs {op}, which is not in the plan" for op in added]
+    assert problems(plan) == [f"R5: domain rank 1 runs {op}, which is not in the plan" for op in added]
 
 
 @pytest.mark.parametrize(
@@ -235,7 +243,7 @@ def test_a_message_within_a_rank_is_refused():
 )
 def test_an_op_that_a_rank_of_these_virtual_stages_cannot_run_is_refused(op):
     plan = with_lists(a_plan(), lambda lists: lists[0].append(op))
-    assert problems(plan) == [f"R5: position 0 runs {op}, which is not in the plan"]
+    assert problems(plan) == [f"R5: domain rank 0 runs {op}, which is not in the plan"]
 
 
 @pytest.mark.parametrize(
@@ -260,7 +268,7 @@ def test_a_table_that_holds_a_virtual_stage_on_too_few_or_too_many_teams_is_refu
 def test_a_table_without_the_virtual_stages_of_the_ops_is_refused(holds):
     found = problems(with_domain(a_plan(), holds=holds))
     assert found
-    assert all(text.startswith("R5: position") and "not in the plan" in text for text in found)
+    assert all(text.startswith("R5: domain rank") and "not in the plan" in text for text in found)
 
 
 def test_teams_of_a_stage_that_hold_different_virtual_stages_are_refused():
@@ -304,8 +312,8 @@ def test_an_encoder_batch_that_is_not_of_whole_teams_is_refused(ranks, num_tp_gr
     assert not problems(team_plan())
     (text,) = problems(with_encoder_batch(team_plan(), 0, ranks, num_tp_groups))
     assert (
-        text
-        == f"R5: chunk 0 is on {num_tp_groups} slots of positions {ranks}, which are not whole teams of 2"
+        text == f"R5: encoder batch 0 is on {num_tp_groups} tp groups of domain ranks {ranks}, which are not "
+        "whole teams of 2"
     )
 
 
@@ -319,9 +327,11 @@ def test_what_a_team_does_wrong_names_its_ranks():
     plan = with_lists(team_plan(), lambda lists: lists[2].clear())
     found = problems(plan)
     why = "a microbatch passes every virtual stage"
-    assert f"R5: the team of positions 4 to 5 runs forward(0, virtual stage 1) 0 times, not 1: {why}" in found
-    assert found[-1].startswith("R7: position 0 stands at op")
-    assert "waiting for position 4 to take part" in found[-1]
+    assert (
+        f"R5: the team of domain ranks 4 to 5 runs forward(0, virtual stage 1) 0 times, not 1: {why}" in found
+    )
+    assert found[-1].startswith("R7: domain rank 0 stands at op")
+    assert "waiting for domain rank 4 to take part" in found[-1]
 
 
 # Messages that are issued twice.
@@ -338,7 +348,7 @@ def test_a_message_that_both_ends_exchange_twice_is_refused(kind, rank, other):
             at = ops.index(next(op for op in ops if op.kind is Kind.REDUCE))
             ops[at:at] = [Op(end, 1, virtual_stage=virtual_stage), Op(Kind.WAIT, 1, end, virtual_stage)]
 
-    refused(with_lists(plan, edit), f"R4: position {rank} issues {Op(kind, 1, virtual_stage=rank)} twice")
+    refused(with_lists(plan, edit), f"R4: domain rank {rank} issues {Op(kind, 1, virtual_stage=rank)} twice")
 
 
 @pytest.mark.parametrize("kind", [Kind.SHIP, Kind.RETURN])
@@ -348,7 +358,7 @@ def test_a_collective_that_all_ranks_issue_twice_is_refused(kind):
             at = ops.index(next(op for op in ops if op.kind is Kind.REDUCE))
             ops[at:at] = [Op(kind, 3), Op(Kind.WAIT, 3, kind)]
 
-    refused(with_lists(a_plan(), edit), f"R4: position 0 issues {kind}(3) twice")
+    refused(with_lists(a_plan(), edit), f"R4: domain rank 0 issues {kind}(3) twice")
 
 
 # Bytes.
@@ -386,7 +396,7 @@ def test_activations_over_their_bound_in_bytes_are_refused(split, most):
     assert what_happens(plan) is None
     assert not problems(with_domain(plan, bounds=(("llm/0", most),)), kept=kept)
     assert problems(with_domain(plan, bounds=(("llm/0", most - 1),)), kept=kept) == [
-        f"R6: position 0 holds {most} bytes of activations of llm/0 at forward(2), more than its bound of "
+        f"R6: domain rank 0 holds {most} bytes of activations of llm/0 at forward(2), more than its bound of "
         f"{most - 1}"
     ]
 
@@ -395,7 +405,7 @@ def test_activations_of_encoders_have_bounds_too():
     plan = on_one_rank(0)
     assert not problems(with_domain(plan, bounds=(("image", 1 + 2 + 3),)), kept=kept)
     assert problems(with_domain(plan, bounds=(("image", 5),)), kept=kept) == [
-        "R6: position 0 holds 6 bytes of activations of image at encode(2), more than its bound of 5"
+        "R6: domain rank 0 holds 6 bytes of activations of image at encode(2), more than its bound of 5"
     ]
 
 
@@ -434,14 +444,14 @@ def test_a_microbatch_that_ships_before_its_last_encoder_batch_is_refused(m, bat
         encoder_batch_of_two(),
         lambda lists: move(lists[0], Op(Kind.ENCODE, batch), Op(Kind.SHIP, m), after=True),
     )
-    refused(plan, f"R3: position 0 must run encode({batch}) before ship({m})")
+    refused(plan, f"R3: domain rank 0 must run encode({batch}) before ship({m})")
 
 
 @pytest.mark.parametrize("m", [0, 1])
 def test_an_encoder_batch_goes_back_after_the_gradients_of_all_its_microbatches(m):
     wait, back = Op(Kind.WAIT, m, Kind.RETURN), Op(Kind.ENCODE_BACKWARD, 0)
     plan = with_lists(encoder_batch_of_two(), lambda lists: move(lists[0], wait, back, after=True))
-    refused(plan, f"R3: position 0 must run {wait} before {back}")
+    refused(plan, f"R3: domain rank 0 must run {wait} before {back}")
 
 
 TAPS = (Point("a", 0, 1), Point("b", 2, 0))  # both on domain rank 0
@@ -465,7 +475,7 @@ def test_a_return_before_the_backward_of_a_virtual_stage_with_rows_is_refused(vi
         if wait in lists[0][lists[0].index(returned) :]:
             move(lists[0], wait, returned)
 
-    refused(with_lists(plan, edit), f"R3: position 0 must run {back} before {returned}")
+    refused(with_lists(plan, edit), f"R3: domain rank 0 must run {back} before {returned}")
 
 
 def test_rows_are_waited_for_before_each_virtual_stage_that_they_enter():
@@ -477,7 +487,7 @@ def test_rows_are_waited_for_before_each_virtual_stage_that_they_enter():
                 lists[0], wait, Op(F, 1, virtual_stage=virtual_stage), after=True
             ),
         )
-        refused(plan, f"R3: position 0 must run {wait} before {Op(F, 1, virtual_stage=virtual_stage)}")
+        refused(plan, f"R3: domain rank 0 must run {wait} before {Op(F, 1, virtual_stage=virtual_stage)}")
 
 
 def test_rows_for_another_virtual_stage_of_the_same_rank_are_refused():
