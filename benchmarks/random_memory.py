@@ -112,6 +112,8 @@ def _llm(rng: random.Random, tp: int, virtual_stages: int, ranks: int) -> list[s
     if sizes["recompute"] == "full":
         sizes["layers"] += virtual_stages * rng.choice((0, 3))
         sizes["offload"] = rng.randint(0, sizes["layers"] // virtual_stages - 1)
+    else:
+        sizes["recompute_long"] = rng.random() < 0.5
     sizes |= _heads(rng, sizes["norm"])
     keys = [f"model.llm.{key}={value}" for key, value in sizes.items()]
     if rng.random() < 0.35:

@@ -282,8 +282,9 @@ class LLMConfig:
     learn, and nothing else of the LLM.
 
     What of layers is kept for their backward is decided by `recompute`: all, all but what attention makes, or
-    a layer's input alone. With `full`, `offload` layers of each virtual stage, from its second on, have their
-    inputs on the host from their forward to their backward.
+    a layer's input alone. With `recompute_long` passes of one long sample keep inputs alone: those in which
+    some rank has more tokens than a pack of several samples may have. With `full`, `offload` layers of each
+    virtual stage, from its second on, have their inputs on the host from their forward to their backward.
 
     What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
     """
@@ -323,6 +324,7 @@ class LLMConfig:
     vocab_multiple: int = at_least(1, 8)
     loss_chunk: int = at_least(1, 4096)
     recompute: str = one_of((*RECOMPUTE, "auto"), "none")
+    recompute_long: bool = False
     offload: int = at_least(0, 0)
     moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -340,6 +342,12 @@ class LLMConfig:
             "rotation takes pairs; choose an even number",
         ),
         WINDOWS_STAY,
+        Rule(
+            "recompute_long",
+            lambda own: not own.recompute_long or own.recompute in ("none", "selective"),
+            "with recompute={recompute}: it says which passes keep less than others do: set recompute=none "
+            "or selective, or this to false",
+        ),
         Rule(
             "offload",
             lambda own: not own.offload or own.recompute == "full",

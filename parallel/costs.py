@@ -44,7 +44,8 @@ class WorkCost:
     layers, but for `late` of them on the way back. Reducing gradients, once a step, takes `reduce_ns`,
     and gathering updated weights `gather_ns`, in so many `pieces`, each of some layers. Of a pass so many
     layers are `followed`: behind each something else may be sent. A forward keeps `kept_token` bytes for each
-    token until its backward.
+    token until its backward. Passes whose layers are all computed anew cost as `anew` says, None if that is
+    no other.
     """
 
     stated: Laws
@@ -63,6 +64,11 @@ class WorkCost:
     followed: int = 1
     kept_token: int = 0
     learnt: Laws | None = None
+    anew: "WorkCost | None" = None
+
+    def of(self, anew: bool) -> "WorkCost":
+        """Return the costs of a pass, by whether all its layers are computed anew."""
+        return self.anew if anew and self.anew is not None else self
 
     @property
     def laws(self) -> Laws:
@@ -173,12 +179,22 @@ class CostTable:
 
     def with_laws(self, number: int, learnt: Mapping[str, Laws]) -> "CostTable":
         """Return the table of another number whose compute takes what was `learnt`, else what was stated."""
-        parts = {name: replace(cost, learnt=learnt.get(name)) for name, cost in self.parts.items()}
+        parts = {name: _with_laws(cost, learnt.get(name)) for name, cost in self.parts.items()}
         return replace(self, number=number, parts=parts)
 
     def message_ns(self, rows: int) -> int:
         """Nanoseconds to hand `rows` activations of the LLM's width from one virtual stage to the next."""
         return (self.between or self.links.across).message_ns(rows * self.row_bytes)
+
+
+def _with_laws(cost: WorkCost, learnt: Laws | None) -> WorkCost:
+    """Costs whose compute takes what was learnt of passes whose layers are not computed anew: that of others
+    takes a forward more.
+    """
+    if cost.anew is None:
+        return replace(cost, learnt=learnt)
+    again = None if learnt is None else replace(learnt, input=learnt.input + learnt.forward)
+    return replace(cost, learnt=learnt, anew=replace(cost.anew, learnt=again))
 
 
 @dataclass(frozen=True)
@@ -250,14 +266,22 @@ def of_each(
 
 
 def work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int = FP32, overlaps: bool = True) -> WorkCost:
-    """Read the cost of a part off its statement, asked for many tokens, for a long sequence, and for none.
+    """Read the cost of a part off its statement, also of passes whose layers are all computed anew."""
+    cost, again = (_work_cost(part, cluster, axes, sent, overlaps, anew) for anew in (False, True))
+    return cost if again == cost else replace(cost, anew=again)
+
+
+def _work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int, overlaps: bool, anew: bool) -> WorkCost:
+    """The cost of a part, asked for many tokens, for a long sequence, and for none.
 
     Products, attention and memory traffic take their times one after the other. A roofline (Williams,
     Waterman and Patterson, 2009) takes the longest of them; kernels overlap them in part, and products that
     are small reach less of the peak by as much as they move for each FLOP, which a sum says and a maximum
     does not.
     """
-    many, long, none = (full_load(part, *of) for of in ((_REFERENCE,), (0, _REFERENCE), (0,)))
+    many, long, none = (
+        replace(full_load(part, *of), anew=anew) for of in ((_REFERENCE,), (0, _REFERENCE), (0,))
+    )
     forward = [part.forward(load) for load in (many, long, none)]
     input_, weight = ([part.backward(load, half) for load in (many, long, none)] for half in _HALVES)
     # Of the attention in a backward two forwards' FLOPs are its own, and more of them recomputation.
@@ -267,7 +291,7 @@ def work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int = FP32, overla
     square_fs = _fs(of_squares, cluster.attention)
     back_fs = _fs(back_squares - again * of_squares, cluster.attention_backward) + again * square_fs
     sizes = {name: axis.ranks for name, axis in axes.items()}
-    talks = talks_by_axis(part, axes)
+    talks = talks_by_axis(part, axes, anew)
     moved = tuple(of.pop("partition", Talk()).fixed_ns for of in talks)
     forward_talk, input_talk, weight_talk = (sum_talks(of.values()) for of in talks)
     once = part.reduction(sizes, sent)
@@ -325,9 +349,13 @@ def _copy_fs(work: Work, cluster: Cluster) -> int:
     return _fs(work.offloaded // work.copies, cluster.host_per_s)
 
 
-def talks_by_axis(part: Part, axes: Axes) -> tuple[dict[str, Talk], dict[str, Talk], dict[str, Talk]]:
-    """Return what a forward and the two halves of a backward communicate in a part's layers, by axis."""
-    many, none = full_load(part, _REFERENCE), full_load(part, 0)
+def talks_by_axis(
+    part: Part, axes: Axes, anew: bool = False
+) -> tuple[dict[str, Talk], dict[str, Talk], dict[str, Talk]]:
+    """Return what a forward and the two halves of a backward communicate in a part's layers, by axis; of
+    passes whose layers are all computed `anew`, if so.
+    """
+    many, none = (replace(full_load(part, tokens), anew=anew) for tokens in (_REFERENCE, 0))
     of_passes = (
         [part.forward(load), *(part.backward(load, half) for half in _HALVES)] for load in (many, none)
     )

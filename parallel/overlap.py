@@ -38,10 +38,17 @@ class Overlap:
 
 def overlapped(cost: WorkCost, part: Part, axes: Axes, overlap: Overlap) -> WorkCost:
     """Return the cost of a part, `cost` if nothing is hidden, under a framework that overlaps."""
+    again = None if cost.anew is None else _overlapped(cost.anew, part, axes, overlap, anew=True)
+    return replace(_overlapped(cost, part, axes, overlap), anew=again)
+
+
+def _overlapped(cost: WorkCost, part: Part, axes: Axes, overlap: Overlap, anew: bool = False) -> WorkCost:
     laws = cost.laws
     forward, input_, weight = (
         _visible(talks, law, overlap)
-        for talks, law in zip(talks_by_axis(part, axes), (laws.forward, laws.input, laws.weight), strict=True)
+        for talks, law in zip(
+            talks_by_axis(part, axes, anew), (laws.forward, laws.input, laws.weight), strict=True
+        )
     )
     sizes = {name: axis.ranks for name, axis in axes.items()}
     reduced, gathered, other = 0, 0, 0

@@ -53,7 +53,8 @@ class PackedTokens(PackedSeqParams):
     attention never has to guess a position from an index. `entering` holds, for one pass, what is added
     to the input of a layer: (tokens [R], rows [R, D]) by the layer's number in the model. `windowed` is
     what layers with a window see instead, where there are any, and `delta` what delta nets need to know.
-    `recalled` says what layers kept of its sequences in passes before this one, of generation.
+    `recalled` says what layers kept of its sequences in passes before this one, of generation. All layers are
+    computed `anew` for the backward if so, else what the model's configuration says.
     """
 
     attention: AttentionPlan | None = None
@@ -62,6 +63,7 @@ class PackedTokens(PackedSeqParams):
     windowed: "PackedTokens | None" = None
     delta: DeltaPlan | None = None
     recalled: Recalled | None = None
+    anew: bool = False
 
     @property
     def tokens(self) -> int:

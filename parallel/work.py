@@ -85,7 +85,8 @@ class Load:
     and `most_rows` the most of any rank that shares its layers. `routed` are the tokens that each rank of its
     expert group sends to experts, of which this rank is number `router`; empty where there are no experts.
     `frozen` says that no weight learns, so that only what gradients of inputs take is kept. Layers with a
-    window attend as `windowed` says, None for as all others do.
+    window attend as `windowed` says, None for as all others do. All layers of the LLM are computed `anew` for
+    its backward if so, else those that `recompute` names.
     """
 
     seen: Attended
@@ -98,6 +99,7 @@ class Load:
     router: int = 0
     frozen: bool = False
     windowed: Attended | None = None
+    anew: bool = False
 
     @property
     def tokens(self) -> int:

@@ -84,7 +84,7 @@ def without_exchanges(domain: DomainPlan, table: CostTable) -> ComputeCost:
             return 0
         part, share = part_of(domain, table, rank, op)
         assert share is not None
-        grad, cost = domain.made_by(op), table.parts[part]
+        grad, cost = domain.made_by(op), table.parts[part].of(share.anew)
         exchanged = cost.talk_ns(share.tokens, share.exchange_ns, grad) - cost.talk_ns(share.tokens, 0, grad)
         return compute_ns(rank, op) - exchanged
 

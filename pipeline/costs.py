@@ -31,14 +31,14 @@ def plan_costs(domain: DomainPlan, table: CostTable, link: Link | None = None) -
 
     def compute(rank: int, op: Op) -> int:
         part, share = part_of(domain, table, rank, op)
-        cost = table.parts[part]
         if share is None:
-            return cost.reduce_ns
+            return table.parts[part].reduce_ns
         grad = domain.made_by(op)
         key = (part, grad, share)
         ns = times.get(key)
         if ns is None:
-            ns = times[key] = cost.backward_ns(*share, grad) if grad else cost.forward_ns(*share)
+            cost, of = table.parts[part].of(share.anew), share[:3]
+            ns = times[key] = cost.backward_ns(*of, grad) if grad else cost.forward_ns(*of)
         return ns
 
     @cache
@@ -133,12 +133,16 @@ def measured(
             part, share = part_of(domain, table, rank, op)
             assert share is not None
             direction = domain.made_by(op)
-            talk = _talk_ns(table.parts[part], share, direction) if talks else 0
+            cost = table.parts[part]
+            if direction and cost.of(share.anew) is not cost:
+                continue  # it takes a forward more than the part's laws say
+            talk = _talk_ns(cost, share, direction) if talks else 0
             yield Sample(part, direction, share.tokens, share.squares, busy_ns - talk)
 
 
 def _talk_ns(cost: WorkCost, share: Share, grad: Grad | None) -> int:
     """What the layers of a pass communicate, as far as the pass waits for it."""
+    cost = cost.of(share.anew)
     compute_ns = cost.compute_ns(share.tokens, share.squares, grad)
     exposed_ns = cost.exposed_ns(share.tokens, compute_ns, grad)
     return cost.talk_ns(share.tokens, share.exchange_ns, grad) + exposed_ns
@@ -149,7 +153,7 @@ def plan_memory(domain: DomainPlan, table: CostTable) -> Kept:
 
     def kept(rank: int, op: Op) -> int:
         part, share = part_of(domain, table, rank, op)
-        return 0 if share is None else table.parts[part].kept_bytes(share.tokens)
+        return 0 if share is None else table.parts[part].of(share.anew).kept_bytes(share.tokens)
 
     return kept
 

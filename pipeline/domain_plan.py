@@ -83,12 +83,14 @@ EMBEDDING = Point("llm.embed", 0, 0)
 
 class Share(NamedTuple):
     """What a cp rank has of a microbatch, or a tp group of an encoder batch: tokens, their part of the sum of
-    squared lengths, which attention costs, and nanoseconds of exchanges in a layer.
+    squared lengths, which attention costs, and nanoseconds of exchanges in a layer; and whether all layers
+    are computed `anew` for its backward.
     """
 
     tokens: int
     squares: int
     exchange_ns: int
+    anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,13 +100,15 @@ class Microbatch:
     `layout` says which cp ranks of the domain's pool hold them. A pass of several replicas is one
     microbatch: each of them has its own samples in it, or none. `tiles` divide the attention of each
     sequence that several cp ranks share; `exchange_ns` is what exchanging them takes each cp rank in a layer,
-    nothing if there are none.
+    nothing if there are none. All layers are computed `anew` for its backward if so, whatever those of other
+    microbatches keep.
     """
 
     samples: tuple[int, ...]
     layout: SequenceLayout
     tiles: tuple[tuple[Tile, ...], ...]
     exchange_ns: tuple[int, ...] = ()
+    anew: bool = False
 
     def share(self, cp_rank: int) -> Share:
         """Return what a cp rank of the pool has of it."""
@@ -112,7 +116,7 @@ class Microbatch:
 
     @cached_property
     def _shares(self) -> tuple[Share, ...]:
-        return _shares(self.layout, self.exchange_ns)
+        return _shares(self.layout, self.exchange_ns, self.anew)
 
 
 @dataclass(frozen=True)
@@ -178,13 +182,15 @@ class EncoderBatch:
         return _shares(self.layout, self.exchange_ns)
 
 
-def _shares(layout: SequenceLayout, exchange_ns: tuple[int, ...]) -> tuple[Share, ...]:
+def _shares(layout: SequenceLayout, exchange_ns: tuple[int, ...], anew: bool = False) -> tuple[Share, ...]:
     squares = [0] * layout.num_cp_ranks
     for pieces, length in zip(layout.shards, layout.lengths, strict=True):
         for piece in pieces:
             squares[piece.cp_rank] += piece.length * length
     exchanges = exchange_ns or (0,) * layout.num_cp_ranks
-    return tuple(Share(layout.local_tokens(rank), squares[rank], ns) for rank, ns in enumerate(exchanges))
+    return tuple(
+        Share(layout.local_tokens(rank), squares[rank], ns, anew) for rank, ns in enumerate(exchanges)
+    )
 
 
 @dataclass(frozen=True)

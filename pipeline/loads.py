@@ -27,6 +27,7 @@ def pass_load(
         seen=seen(part.shape, part.head_dim, messages, part.delta),
         windowed=None if within is None else seen(within, part.head_dim, messages),
         squares=batch.share(cp_rank).squares,
+        anew=batch.anew,
         sequences=_sequences(batch.layout.shards, cp_rank),
         targets=_targets(domain, batch, cp_rank) if losses else 0,
         routed=tuple(

@@ -84,6 +84,12 @@ def check_llm_layout(config: LLMConfig, layout: Layout, vocab_size: int) -> None
             f"host, and layout.llm.pp={layout.pp} vpp={layout.vpp} leave a virtual stage of {least} layers: "
             f"set at most {least - 1}"
         )
+    if config.recompute_long and layout.zero > 1:
+        raise ConfigError(
+            f"model.llm.recompute_long=true with layout.llm.zero={layout.zero}: layers with partitioned "
+            "matrices are computed anew in all passes or in none: set zero=1, or recompute_long=false, with "
+            "recompute=full if passes of long samples do not fit"
+        )
     if config.mixture is not None:
         check_experts("model.llm.moe", config.mixture, tp=layout.tp, ep=layout.ep)
     elif layout.ep > 1:

@@ -19,6 +19,7 @@ from omni.models.layer_sizes import llm_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.llm import attach_layer, padded_vocabulary, virtual_stage_layers
 from omni.models.llm_specs import layer_specs
+from omni.models.long_passes import heed_passes, keeping_inputs
 from omni.models.moe import (
     expert_biases,
     first_expert,
@@ -169,6 +170,8 @@ class LLMStage:
             self.partitioned.append(own)
         model.to(self.device)
         put_off_in(model.decoder, self.deferral)
+        if config.recompute_long:
+            heed_passes(model.decoder)
         if config.offload:
             offload_layers(model.decoder, config.offload, self.copies)
         numbering = Numbering(
@@ -222,7 +225,8 @@ class LLMStage:
         if not own.is_first:
             model.set_input_tensor(hidden)
         masked = {"padding_mask": inputs.padding} if self.config.mixture else {}
-        out = model.decoder(hidden, None, packed_seq_params=packed, **masked)
+        with keeping_inputs(model.decoder, packed.anew):
+            out = model.decoder(hidden, None, packed_seq_params=packed, **masked)
         model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
         if not own.is_last:
             return out.squeeze(1)

@@ -44,6 +44,13 @@ def _last_apart(stacks: Sequence[Stack | ExpertStack], held: bool) -> Iterator[S
     yield of_layers(last, 1, max(0, last.windowed - last.layers + 1), held=held)
 
 
+def _all_anew(layers: Stack | ExpertStack) -> Stack | ExpertStack:
+    """The same layers where each is computed anew."""
+    if isinstance(layers, ExpertStack):
+        return replace(layers, dense=replace(layers.dense, recompute="full"))
+    return replace(layers, recompute="full")
+
+
 @dataclass(frozen=True)
 class VirtualStage:
     """A virtual stage of the LLM on one rank: layers, after the embedding in the first, before losses in the
@@ -59,6 +66,11 @@ class VirtualStage:
     partitions: int = 1
     zero: int = 1
     offload: int = 0
+
+    @cached_property
+    def _anew(self) -> "VirtualStage":
+        """The virtual stage in passes whose layers are all computed anew."""
+        return replace(self, stacks=tuple(map(_all_anew, self.stacks)))
 
     @property
     def _stacks(self) -> tuple[Stack | ExpertStack, ...]:
@@ -154,10 +166,12 @@ class VirtualStage:
 
     def forward(self, load: Load) -> Work:
         """Embedding, layers, losses, and further ones."""
-        return self._chain.forward(load)
+        return (self._anew if load.anew else self)._chain.forward(load)
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """Further losses, losses, layers, embedding."""
+        if load.anew:
+            return self._anew.backward(replace(load, anew=False), grad)
         if grad is Grad.WEIGHT:
             return self._chain.backward(load, grad)
         learns = self.lora is None and not load.frozen

@@ -33,7 +33,16 @@ QUANTISED_TYPES: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """Of numbers and of scales."""
 # Keys of model.llm that say how a model is computed or learns, not which it is.
-FREE = ("vocab_multiple", "loss_chunk", "recompute", "offload", "lora.rank", "lora.alpha", "lora.targets")
+FREE = (
+    "vocab_multiple",
+    "loss_chunk",
+    "recompute",
+    "recompute_long",
+    "offload",
+    "lora.rank",
+    "lora.alpha",
+    "lora.targets",
+)
 _LENGTH = 8
 _SHOWN = 5
 

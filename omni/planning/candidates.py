@@ -17,39 +17,49 @@ from pipeline.costs import begun_before, plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.simulator import Timeline
 
+Refused = tuple[DomainPlan, int]
+"""A plan that does not fit, and the bytes that it is beyond."""
+
 
 def quickest_first(
     planned: Sequence[DomainPlan],
-    in_other_orders: Callable[[int], Iterable[DomainPlan]],
+    in_other_orders: Callable[[DomainPlan], Iterable[DomainPlan]],
+    shallower: Callable[[DomainPlan], Iterable[DomainPlan]],
     beyond: Callable[[DomainPlan], int],
-    leaner: Callable[[Sequence[tuple[int, int]]], Iterable[DomainPlan]],
+    leaner: Callable[[Sequence[Refused]], Iterable[DomainPlan]],
     queued: Callable[[DomainPlan], DomainPlan],
     table: CostTable,
     single_queue: bool,
 ) -> Iterator[DomainPlan]:
     """Yield plans that are not `beyond` what devices hold, in bytes, in the order of their simulated times;
     then `leaner` plans that are not, and of those that are the one that is least, all with the lists that
-    `queued` makes of them. The quickest candidate that fits is planned `in_other_orders`, too: it is given by
-    its number. So are candidates that do not fit, quicker ones first, with the bytes that they are beyond, to
-    make leaner ones of.
+    `queued` makes of them. The quickest candidate that fits is planned `in_other_orders`, too. Of one that
+    does not fit `shallower` plans are made, if there are any; leaner ones of all that do not, quicker ones
+    first, given with the bytes that they are beyond.
     """
     runs = [run_freely(each, *plan_costs(each, table)) for each in planned]
     queue = [(free.makespan_ns, at, False, free.domain) for at, free in enumerate(runs)]
     heapify(queue)
-    others, refused = list[tuple[int, DomainPlan]](), list[tuple[int, int]]()
+    others, refused, ordered = list[tuple[int, DomainPlan]](), list[Refused](), False
+
+    def consider(more: Iterable[DomainPlan]) -> None:
+        for each in more:
+            runs.append(run_freely(each, *plan_costs(each, table)))
+            heappush(queue, (runs[-1].makespan_ns, len(runs) - 1, False, each))
+
     while queue:
         _, at, is_made, made = heappop(queue)
         if is_made:
             yield made
         elif (more := beyond(made)) > 0:
             others.append((more, made))
-            if at < len(planned):
-                refused.append((at, more))
+            if not ordered:
+                refused.append((made, more))
+                consider(shallower(made))
         else:
-            if len(runs) == len(planned):
-                runs += (run_freely(each, *plan_costs(each, table)) for each in in_other_orders(at))
-                for other in range(len(planned), len(runs)):
-                    heappush(queue, (runs[other].makespan_ns, other, False, runs[other].domain))
+            if not ordered:
+                ordered = True
+                consider(in_other_orders(made))
             ns, made = _queued(runs[at], table, single_queue)
             heappush(queue, (ns, at, True, made))
     for made in leaner(refused):

@@ -23,7 +23,8 @@ AUTO = "auto"
 SCHEDULE, PLACEMENT = "pipeline.policy", "placement.policy"
 DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens"
 CONTEXT, ZERO = "layout.context", "layout.llm.zero"
-MICROBATCH, RECOMPUTE, BESIDE = "data.microbatch_tokens", "model.llm.recompute", "placement.ranks"
+MICROBATCH, BESIDE = "data.microbatch_tokens", "placement.ranks"
+RECOMPUTE, RECOMPUTE_LONG = "model.llm.recompute", "model.llm.recompute_long"
 PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
 LLM_SP, ENCODER_SP, BALANCE, PAIRING, PACKING = (
     "llm_sp.policy",
@@ -98,7 +99,8 @@ def text_of(keys: Keys) -> str:
 def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
     keys = [key for key in (DOMAIN, ZERO, MICROBATCH, PACKS, CONTEXT) if value_of(config, key) is None]
-    keys += [key for key in (RECOMPUTE, *POLICIES) if value_of(config, key) == AUTO]
+    keys += [RECOMPUTE, RECOMPUTE_LONG] if value_of(config, RECOMPUTE) == AUTO else []
+    keys += [key for key in POLICIES if value_of(config, key) == AUTO]
     if keys and config.data.sample_tokens is None:
         keys.append(LONGEST)
     beside = find(PlacementPolicy, config.placement.policy, PLACEMENT).beside
@@ -115,6 +117,7 @@ def unchosen(config: Config) -> Config:
         LONGEST: None,
         MICROBATCH: PASS_TOKENS,
         RECOMPUTE: recomputed(config.model.llm)[0],
+        RECOMPUTE_LONG: False,
         BESIDE: None,
     }
     plain |= {key: names[0] for key, names in POLICIES.items()}
@@ -147,6 +150,7 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     among the keys that were `given` nor set by an option. One that empties its section sets nothing.
     """
     empty = {DOMAIN: 1, ZERO: 1, PACKS: 1, CONTEXT: 4096, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
+    empty[RECOMPUTE_LONG] = False
     values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
     keys = [key for key in keys if key not in given]
@@ -170,7 +174,8 @@ def opened(config: Config) -> Config:
     what is trained on.
     """
     keys = (key for key in config.choice.keys if key != LONGEST)
-    return with_keys(config, {key: AUTO if key in (RECOMPUTE, *POLICIES) else None for key in keys})
+    values = {RECOMPUTE_LONG: False} | dict.fromkeys((RECOMPUTE, *POLICIES), AUTO)
+    return with_keys(config, {key: values.get(key) for key in keys})
 
 
 def chosen(config: Config, keys: Keys, ranks: int) -> Config:

@@ -23,6 +23,7 @@ import numpy as np
 
 from dataloader.samples import Samples
 from omni.config import Config
+from omni.models.llm import NAME as LLM
 from omni.planning.choice import (
     BALANCE,
     CONTEXT,
@@ -37,6 +38,7 @@ from omni.planning.choice import (
     PASS_TOKENS,
     POLICIES,
     RECOMPUTE,
+    RECOMPUTE_LONG,
     ZERO,
     Keys,
     RunChoice,
@@ -68,6 +70,7 @@ from omni.planning.trials import GAIN, Make, gains, tried_out
 from ops.ints import Ints
 from parallel.layout import CONTEXT as ANY_CONTEXT
 from parallel.layout import MOST_ZERO, Arrangement
+from parallel.work import FP32, virtual_stage_name
 
 LARGE_GAIN = 0.1  # of the step, that domains must bring whose plans take a rank long
 WORSE = 2  # sizes of domains, or of packs that do not fit, in a row without a gain, before no other is tried
@@ -117,13 +120,15 @@ def _search_all(
     attempt: Try,
 ) -> tuple[Tried, list[Tried]]:
     """Search by what the LLM recomputes and what of it is divided, if these are open: the usual; where none
-    fits, with weights and gradients divided (ZeRO-3); where the best candidate does not fit as it is, or not
-    with other packs, what holds least, in domains of any size again, since where none fits large ones look
-    best; and at the best of these, if it has the usual, what takes least.
+    fits, with weights and gradients divided (ZeRO-3), if that may free enough; where the best candidate does
+    not fit as it is, or not with other packs, what holds least, in domains of any size again, since where
+    none fits large ones look best; at the best of these what takes less in passes that are no longer than a
+    pack, of other packs; and, if it has the usual, what takes least.
     """
     usual, least, quickest = recomputed(config.model.llm)
     best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, usual, 1)
     pools = [size for size in sizes if size * start.arrangement.llm.cp > 1] if ZERO in keys else []
+    freed = _freed(start)
 
     def tries(recompute: str, zero: int) -> None:
         nonlocal best
@@ -132,23 +137,58 @@ def _search_all(
         tried.extend(others)
         best = other if gains(other, best) else best
 
-    if best.refused and pools:
+    if best.refused and pools and best.beyond < freed:
         tries(usual, MOST_ZERO)
     if RECOMPUTE not in keys:
         return best, tried
     if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
         tries(least, 1)
-        if best.refused and pools:
+        if best.refused and pools and best.beyond < freed:
             tries(least, MOST_ZERO)
+
+    def whole_step(own: Keys) -> Tried:
+        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1)
+
+    if best.keys[RECOMPUTE] == least and best.keys.get(ZERO, start.arrangement.llm.zero) == 1:
+        best, packed = _long_anew(best, usual, whole_step)
+        tried += packed
     if best.keys[RECOMPUTE] == usual != quickest:
         # On one whole step, as packs are compared.
         own = {**best.keys, RECOMPUTE: quickest}
-        now, other = (
-            attempt(with_keys(config, {**of, LONGEST: longest}), of, steps=1) for of in (best.keys, own)
-        )
+        now, other = whole_step(best.keys), whole_step(own)
         tried.append(_as_beside(best, now, other))
         best = tried[-1] if gains(other, now) else best
     return best, tried
+
+
+def _long_anew(best: Tried, recompute: str, whole_step: Callable[[Keys], Tried]) -> tuple[Tried, list[Tried]]:
+    """Try another `recompute`, but all of passes that are longer than a pack: of packs as they are, and
+    smaller ones until these gain nothing. On one whole step, as packs are compared.
+    """
+    reference, found = whole_step(best.keys), list[Tried]()
+    now, own, before = reference, best, None
+    for divisor in (1, *DIVISORS) if PACKS in best.keys else (1,):
+        packs = {PACKS: divisor * best.keys[PACKS]} if PACKS in best.keys else {}
+        other = whole_step({**best.keys, **packs, RECOMPUTE: recompute, RECOMPUTE_LONG: True})
+        found.append(_as_beside(best, reference, other))
+        if gains(other, now):
+            now, own = other, found[-1]
+        elif before is not None and not (other.refused or gains(other, before)):
+            break
+        before = other
+    return own, found
+
+
+def _freed(spec: RunSpec) -> int:
+    """Bytes of the LLM's weights and gradients on the rank with most of them: ZeRO-3 frees less."""
+    return max(
+        sum(
+            weight.elements
+            for number in own
+            for weight in spec.work[virtual_stage_name(LLM, number)].weights()
+        )
+        for own in spec.arrangement.virtual_stages_by_stage
+    ) * (spec.element + FP32)
 
 
 # long: keys are searched one after the other, each at the best of those before
@@ -180,6 +220,7 @@ def _search(
             MICROBATCH: budget,
             PACKS: 1 if given else budget // PASS_TOKENS,
             RECOMPUTE: recompute,
+            RECOMPUTE_LONG: False,
             ZERO: zero,
             CONTEXT: mean_context(np.minimum(lengths, longest))
             if start.arrangement.llm.pp > 1
@@ -219,6 +260,9 @@ def _search(
             now, other = whole_step(best.keys), whole_step(found.keys)
             found = tried[text_of(found.keys)] = _as_beside(best, now, other)
         best = found if gains(found, best) else best
+    if best.refused and RECOMPUTE in keys and recompute != recomputed(config.model.llm)[1]:
+        # What holds less is tried next, and then this again, of smaller packs.
+        return best, list(tried.values())
     if CONTEXT in best.keys and best.keys[CONTEXT] != ANY_CONTEXT:
         # Even stages of the LLM need not be best: late ones wait for their first pass, and encode meanwhile.
         now, other = (whole_step({**best.keys, **of}) for of in ({}, {CONTEXT: ANY_CONTEXT}))

@@ -21,7 +21,7 @@ from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy, Pairs
 from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.models.item_layout import LayoutOf, plain_layout
-from omni.planning.candidates import quickest_first
+from omni.planning.candidates import Refused, quickest_first
 from omni.planning.microbatches import ReplicaPacks, encoded_with, microbatch_of, packed
 from omni.planning.rounds import batches_of_rounds, rounds_to_try, starts_of
 from omni.planning.sample_costs import Costing
@@ -91,7 +91,8 @@ class DomainPlanner:
     communication of a rank shares one queue; `encoder_bytes` bounds the activations of each encoder that a
     rank holds, if given; a step has so many `rounds`, if given, else as few as fit; plans that do not fit are
     not taken if `guarded`; `encoder_batching` makes encoder batches of a domain's items; packs have
-    `microbatch_tokens` / `pack_divisor` tokens at most; `layout_of` says how rows of an item stand.
+    `microbatch_tokens` / `pack_divisor` tokens at most; all layers are computed anew in passes of more than
+    `kept_tokens` on some rank, None if in no pass; `layout_of` says how rows of an item stand.
     """
 
     encoders: Mapping[str, str]
@@ -113,6 +114,7 @@ class DomainPlanner:
     guarded: bool = True
     encoder_batching: EncoderBatching = make_encoder_batches
     pack_divisor: int = 1
+    kept_tokens: int | None = None
     layout_of: LayoutOf = plain_layout
 
     @cached_property
@@ -145,7 +147,7 @@ class DomainPlanner:
         the order of their simulated times; then those that hold less, then the others.
         """
         replicas, ranks = self._packed(members, costs), self.arrangement.global_ranks(number)
-        lay = cache(partial(microbatch_of, replicas, costs.tokens.tolist(), self.sharing[self.llm]))
+        lay = cache(partial(self._laid, replicas, costs.tokens.tolist(), train))
         asked = [own.costs for own in replicas], self._room, self.arrangement.llm.pp
         in_order = cache(partial(self._in_order, replicas, lay, metas))
         if not train:
@@ -173,6 +175,20 @@ class DomainPlanner:
             return made if each else self._with_routes(made, ranks), starts
 
         yield from self._candidates(orders, batched, ranks, frozenset(frozen), beyond)
+
+    def _laid(
+        self,
+        replicas: Sequence[ReplicaPacks],
+        lengths: Sequence[int],
+        train: bool,
+        chosen: Sequence[int | None],
+    ) -> Microbatch:
+        """Lay packs over the pool, and say whether all layers are computed anew for the backward."""
+        batch = microbatch_of(replicas, lengths, self.sharing[self.llm], chosen)
+        if not train or self.kept_tokens is None:
+            return batch
+        longest = max(map(batch.layout.local_tokens, range(batch.layout.num_cp_ranks)))
+        return replace(batch, anew=longest > self.kept_tokens)
 
     def _in_order(
         self,
@@ -219,24 +235,26 @@ class DomainPlanner:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
         vpp, pp = self.arrangement.llm.vpp, self.arrangement.llm.pp
         candidates = candidates_of(self.schedule, vpp, pp, guarded=self.guarded)
+        of_name = {policy.name: policy for each in candidates for policy in (each, each.shallower) if policy}
 
         def scheduled(policy: SchedulePolicy, rounds: int) -> DomainPlan:
             pairs = orders(policy.fills_gaps)[0]
             return self._scheduled(batched, ranks, frozen, policy, pairs, rounds)
 
-        def in_other_orders(number: int) -> Iterator[DomainPlan]:
-            policy = candidates[number]
+        def in_other_orders(plan: DomainPlan) -> Iterator[DomainPlan]:
+            policy = of_name[plan.schedule]
             for pairs in orders(policy.fills_gaps)[1:]:
                 yield self._scheduled(batched, ranks, frozen, policy, pairs, self.rounds or 1)
 
-        def leaner(refused: Sequence[tuple[int, int]]) -> Iterator[DomainPlan]:
-            ahead = [
-                (candidates[number], (planned[number], more))
-                for number, more in refused
-                if candidates[number].encodes_ahead and self.rounds is None
-            ]
-            for number, rounds in rounds_to_try([plan for _, plan in ahead], self.table):
-                yield scheduled(ahead[number][0], rounds)
+        def shallower(plan: DomainPlan) -> Iterator[DomainPlan]:
+            policy = of_name[plan.schedule].shallower
+            if policy is not None and self.schedule.candidates:
+                yield scheduled(policy, self.rounds or 1)
+
+        def leaner(refused: Sequence[Refused]) -> Iterator[DomainPlan]:
+            ahead = [each for each in refused if of_name[each[0].schedule].encodes_ahead]
+            for number, rounds in rounds_to_try(ahead if self.rounds is None else (), self.table):
+                yield scheduled(of_name[ahead[number][0].schedule], rounds)
             for policy in lean_of(self.schedule, vpp):
                 yield scheduled(policy, 1)
 
@@ -248,7 +266,7 @@ class DomainPlanner:
             yield self._with_one_queue(planned[0])
             return
         one_queue = self._with_one_queue, self.table, self.single_queue
-        yield from quickest_first(planned, in_other_orders, beyond, leaner, *one_queue)
+        yield from quickest_first(planned, in_other_orders, shallower, beyond, leaner, *one_queue)
 
     def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
         """Plan one token more of samples whose sequences a forward pass has left whole on cp ranks of the

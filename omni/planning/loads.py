@@ -44,7 +44,7 @@ def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
     domain, first = plan.domain, spec.table.parts[virtual_stage_name(LLM, 0)]
     found = {
         LLM: [
-            sum(first.forward_ns(*batch.share(cp_rank)) for batch in domain.microbatches)
+            sum(first.forward_ns(*batch.share(cp_rank)[:3]) for batch in domain.microbatches)
             for cp_rank in range(domain.pool)
         ]
     }
@@ -53,7 +53,7 @@ def loads(spec: RunSpec, plan: StepPlan) -> dict[str, list[int]]:
             own = dict.fromkeys(range(*domain.homes[number]), 0)
             for encoder_batch in domain.encoder_batches:
                 for rank in encoder_batch.ranks if encoder_batch.component == name else ():
-                    own[rank] += spec.table.parts[name].forward_ns(*encoder_batch.share(rank))
+                    own[rank] += spec.table.parts[name].forward_ns(*encoder_batch.share(rank)[:3])
             found[name] = list(own.values())
     return found
 

@@ -162,7 +162,7 @@ def _resolve(
         encoder_bytes=config.pipeline.encoder_bytes,
         rounds=config.pipeline.rounds,
         guarded=cluster.memory_bytes is not None,
-        pack_divisor=config.packing.divisor or 1,
+        **_of_packs(llm, data, config.packing.divisor or 1),
         layout_of=layouts_of(encoders, tokenizer.vocab_size),
     )
     group_size = config.balance.group or _group_size(arrangement)
@@ -185,6 +185,15 @@ def _resolve(
         planner=planner,
         table=table,
     )
+
+
+def _of_packs(llm: LLMConfig, data: DataConfig, divisor: int) -> dict[str, Any]:
+    """How much smaller packs are than passes may be; up to how many tokens passes keep more than inputs."""
+    kept = 0 if llm.recompute == "full" else None
+    return {
+        "pack_divisor": divisor,
+        "kept_tokens": data.pass_tokens // divisor if llm.recompute_long else kept,
+    }
 
 
 def _check_host_link(llm: LLMConfig, cluster: ClusterConfig) -> None:

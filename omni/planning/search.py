@@ -264,14 +264,12 @@ class Searching:
 
     def _quick(self, config: Config, keys: Keys) -> Tried:
         """Simulate a candidate as is quick. Where its schedule follows step by step, it is under one that is
-        seldom far from the best, or if that does not fit, or a pass that is recomputed would stay until its
-        weights have their gradients, one that holds less; in a domain of many ranks, with queues that never
-        wait.
+        seldom far from the best, or if that does not fit, one that holds less; in a domain of many ranks,
+        with queues that never wait.
         """
         llm, schedules = config.layout.llm, [config.pipeline.policy]
         if config.pipeline.policy == AUTO and llm.pp > 1:
             schedules = ["zero_bubble_h1", "encode_first"] if llm.vpp == 1 else ["interleaved"]
-            schedules = schedules[-1:] if config.model.llm.recompute == "full" else schedules
         found = None
         for schedule in schedules:
             own = with_keys(config, {SCHEDULE: schedule})

@@ -194,6 +194,7 @@ class Assembler:
             dtype=place.dtype,
             device=place.device,
         )
+        packed = replace(packed, anew=batch.anew)
         if continued is not None:
             names = tuple(continued.names[p.sample] for p in pieces)
             counts = tuple(p.stop - p.start for p in pieces)

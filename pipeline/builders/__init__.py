@@ -11,10 +11,17 @@ from pipeline.builders.joint.order import (
     JOINT,
     JOINT_INTERLEAVED,
     JOINT_ZERO_BUBBLE_H1,
+    JOINT_ZERO_BUBBLE_H1_5,
     JOINT_ZERO_BUBBLE_H2,
 )
 from pipeline.builders.just_in_time import DISAGGREGATED, ONE_F_ONE_B
-from pipeline.builders.passes import ENCODE_FIRST, INTERLEAVED, ZERO_BUBBLE_H1, ZERO_BUBBLE_H2
+from pipeline.builders.passes import (
+    ENCODE_FIRST,
+    INTERLEAVED,
+    ZERO_BUBBLE_H1,
+    ZERO_BUBBLE_H1_5,
+    ZERO_BUBBLE_H2,
+)
 from pipeline.builders.schedule import (
     Builder,
     Facts,
@@ -36,9 +43,11 @@ __all__ = [
     "JOINT_INTERLEAVED",
     "JOINT_UNIFORM",
     "JOINT_ZERO_BUBBLE_H1",
+    "JOINT_ZERO_BUBBLE_H1_5",
     "JOINT_ZERO_BUBBLE_H2",
     "ONE_F_ONE_B",
     "ZERO_BUBBLE_H1",
+    "ZERO_BUBBLE_H1_5",
     "ZERO_BUBBLE_H2",
     "Builder",
     "Facts",

@@ -11,7 +11,8 @@ and of microbatches, and a stage, to that stage's ops. Four stages, `0` to `3`, 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 
 from parallel.work import Grad
@@ -65,9 +66,9 @@ def interleaved_passes(stages: int, vpp: int, microbatches: int, stage: int) -> 
     return [op for op in ops if op.index < microbatches]
 
 
-def zero_bubble_passes(ahead: int, stages: int, vpp: int, microbatches: int, stage: int) -> list[Op]:
+def zero_bubble_passes(halves: int, stages: int, vpp: int, microbatches: int, stage: int) -> list[Op]:
     """Zero bubble: gradients of weights fill the bubbles of 1F1B (Qi et al., 2024, section 2): ZB-H1 where
-    each stage is one forward `ahead` of the next one, ZB-H2 where it is two.
+    each stage is two `halves` of a forward ahead of the next one, ZB-H2 where it is four.
 
     With a forward of f, a backward for inputs of b and one for weights of w on each of p stages, the bubble
     of 1F1B is (p - 1)(f + b + w). Gradients of inputs go on to the next stage without waiting for those of
@@ -78,9 +79,12 @@ def zero_bubble_passes(ahead: int, stages: int, vpp: int, microbatches: int, sta
     (p - 1)(f + b - 2w) between its first pass and its last one. But stage s begins s forwards late, and all
     stages end a step together, since one norm clips all gradients: a step has a bubble of
     (p - 1) max(f, f + b - 2w), where b <= f + w. In the paper, updates do not wait for the norm.
+
+    With three halves, ZB-H1.5, all stages hold p + (p - 1) / 2 microbatches at most, rounded down.
     """
     assert vpp == 1, f"{vpp} virtual stages on a rank, and this schedule orders one"
-    first, behind = min(ahead * (stages - stage - 1), microbatches), ahead * stage
+    ahead = halves * (stages - stage - 1) // 2
+    first, behind = min(ahead, microbatches), halves * (stages - 1) // 2 - ahead
     ops = [Op(Kind.FORWARD, m, virtual_stage=stage) for m in range(first)]
     for m in range(microbatches):
         if first + m < microbatches:
@@ -92,7 +96,7 @@ def zero_bubble_passes(ahead: int, stages: int, vpp: int, microbatches: int, sta
     return ops + [Op(Kind.BACKWARD, m, virtual_stage=stage, grad=Grad.WEIGHT) for m in left]
 
 
-zb_h1_passes, zb_h2_passes = partial(zero_bubble_passes, 1), partial(zero_bubble_passes, 2)
+zb_h1_passes, zb_h1_5_passes, zb_h2_passes = (partial(zero_bubble_passes, halves) for halves in (2, 3, 4))
 
 
 def most_in_flight(passes: Passes, domain: DomainPlan, virtual_stage: int) -> int:
@@ -120,6 +124,20 @@ def held_at_most(ops: Iterable[Op]) -> Counter[int]:
     return most
 
 
+def split_where_kept(ops: Sequence[Op], domain: DomainPlan) -> list[Op]:
+    """Passes whose layers are all computed anew go back whole: what is made anew, all that a pass keeps
+    otherwise, would stay until the gradients of weights.
+    """
+    anew = {m for m, batch in enumerate(domain.microbatches) if batch.anew}
+    if not anew:
+        return list(ops)
+    return [
+        replace(op, grad=Grad.BOTH) if op.index in anew and op.kind is Kind.BACKWARD else op
+        for op in ops
+        if op.index not in anew or op.grad is not Grad.WEIGHT
+    ]
+
+
 def encoders_around(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
     """All encoder forwards, then the passes of the LLM, then all encoder backwards."""
     order = []
@@ -127,21 +145,30 @@ def encoders_around(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
     for team, mine in enumerate(encoder_batches_by_team(domain)):
         stage = domain.stage(team * domain.team)
         count = len(domain.microbatches)
-        between = [] if stage is None else passes(domain.num_stages, vpp, count, stage)
+        own = [] if stage is None else passes(domain.num_stages, vpp, count, stage)
+        between = split_where_kept(own, domain)
         order.append(
             [Op(Kind.ENCODE, c) for c, *_ in mine] + between + [Op(Kind.ENCODE_BACKWARD, c) for c, *_ in mine]
         )
     return order
 
 
-def _around(name: str, passes: Passes, vpp: int | None = 1, *, deep: bool = False) -> SchedulePolicy:
+def _around(
+    name: str,
+    passes: Passes,
+    vpp: int | None = 1,
+    *,
+    deep: bool = False,
+    shallower: SchedulePolicy | None = None,
+) -> SchedulePolicy:
     """The schedule of encoder work around an order of passes."""
     build, in_flight = partial(encoders_around, passes), partial(most_in_flight, passes)
-    return SchedulePolicy(name, build, in_flight, vpp, at_once=True, deep=deep)
+    return SchedulePolicy(name, build, in_flight, vpp, at_once=True, deep=deep, shallower=shallower)
 
 
 # The three phases of LongCat-Flash-Omni (report, section 5), among others, with 1F1B in the middle.
 ENCODE_FIRST = SchedulePolicy("encode_first", partial(encoders_around, one_f_one_b_passes), at_once=True)
 INTERLEAVED = _around("interleaved", interleaved_passes, vpp=None)
 ZERO_BUBBLE_H1 = _around("zero_bubble_h1", zb_h1_passes)
-ZERO_BUBBLE_H2 = _around("zero_bubble_h2", zb_h2_passes, deep=True)
+ZERO_BUBBLE_H1_5 = _around("zero_bubble_h1_5", zb_h1_5_passes, deep=True)
+ZERO_BUBBLE_H2 = _around("zero_bubble_h2", zb_h2_passes, deep=True, shallower=ZERO_BUBBLE_H1_5)

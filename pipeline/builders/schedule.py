@@ -69,8 +69,9 @@ class SchedulePolicy(Policy):
     schedule is `uniform`. Of a policy with `candidates` nothing else counts: the planner plans with each of
     them and keeps what takes the least simulated time. One that encodes all items `at_once`, before any pass
     of the LLM, has those of several microbatches encoded together where that takes less time. One that is
-    `deep` holds about twice the activations of 1F1B, and is tried only if what fits is known. Where no
-    candidate fits, in however many rounds (`rounds.py`), those that are `lean` are tried in turn.
+    `deep` holds more activations than 1F1B, up to about twice, and is tried only if what fits is known; where
+    it does not fit, one that is `shallower` is. Where no candidate fits, in however many rounds
+    (`rounds.py`), those that are `lean` are tried in turn.
     """
 
     group: ClassVar[str] = "omni.schedule"
@@ -81,6 +82,7 @@ class SchedulePolicy(Policy):
     uniform: bool = False
     at_once: bool = False
     deep: bool = False
+    shallower: "SchedulePolicy | None" = None
     candidates: tuple["SchedulePolicy", ...] = ()
     lean: tuple["SchedulePolicy", ...] = ()
 

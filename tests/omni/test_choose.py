@@ -170,6 +170,34 @@ def test_the_llm_recomputes_what_fits_and_takes_least():
     assert "selective" not in recomputed(replace(ample.model.llm, window=16))
 
 
+def test_passes_of_long_samples_alone_are_computed_anew_where_others_have_room():
+    """Each replica has a sample as long as 32 others, which are packed by less."""
+    lengths = [4095] * 4 + [127] * 384
+    trace = [SampleMeta(n, "trace", length, (), 9) for n, length in enumerate(lengths)]
+    keys = ("layout.domain=1", "llm_sp=uniform", "data.microbatch_tokens=4096")
+    keys += ("data.step_tokens=null", f"data.step_samples={len(lengths)}")
+
+    def made(*more):
+        return prepared(*keys, *more, trace=trace)
+
+    def held(spec):
+        return fullest_rank(spec, spec.planner.all_domains(1, 0)).bytes
+
+    full = made("model.llm.recompute=full", "packing.divisor=1")
+    tight = ("model.llm.recompute=auto", f"cluster.memory_bytes={held(full) * 11 // 10}")
+    assert made(*tight, "packing.divisor=1").config.model.llm.recompute == "full"
+    chosen = made(*tight)
+    assert not chosen.choice.best.refused
+    assert chosen.config.model.llm.recompute != "full"
+    assert chosen.config.model.llm.recompute_long
+    assert chosen.config.packing.divisor > 1
+    batches = chosen.planner.next_step(1, 0, 0).domain.microbatches
+    assert {batch.layout.lengths[0]: batch.anew for batch in batches} == {4096: True, 128: False}
+    assert held(chosen) <= chosen.cluster.memory_bytes
+    again = reopened(chosen.config, 2).model.llm
+    assert (again.recompute, again.recompute_long) == ("auto", False)
+
+
 def test_weights_are_divided_where_nothing_else_fits():
     """Of wide layers with short samples, which hold little beside weights, gradients and moments."""
     wide = ("model.llm.hidden=256", "model.llm.ffn=2048", "data.sample_tokens=64", "pipeline=one_f_one_b")

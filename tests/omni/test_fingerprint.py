@@ -38,6 +38,7 @@ def of(data: Path, *more: str) -> dict[str, Any]:
     "key",
     [
         "model.llm.recompute=full",
+        "model.llm.recompute_long=true",
         "model.llm.loss_chunk=16",
         "model.encoders.image.recompute=selective",
         "optim.max_skipped=3",

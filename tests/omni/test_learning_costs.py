@@ -25,6 +25,7 @@ from parallel.costs import CostTable
 from parallel.laws import Law, Laws
 from parallel.learning import Sample
 from pipeline.costs import measured
+from pipeline.ops import Kind
 
 STEPS = 12
 FACTORS = {"llm/0": ((1.3, 0.8, 0.5), (0.9, 1.5, 0.4)), "image": ((1.9, 0.6, 0.7), (2.4, 1.2, 0.6))}
@@ -172,6 +173,22 @@ def steps_of(tables: CostTables, steps: range, factor: int) -> None:
         sizes = [(100 * n, 10**4 * n) for n in range(1, 5)]
         told = tables.tell(Sample("image", None, *size, factor * cost.compute_ns(*size)) for size in sizes)
         tables.hear(step, {name: tuple(sums) for name, (_, sums) in told.items()})
+
+
+@pytest.mark.parametrize("some", [True, False])
+def test_backwards_that_alone_are_computed_anew_teach_nothing(data: Path, tmp_path: Path, some: bool) -> None:
+    """Where all passes are, as with recompute=full, their backwards teach what these take."""
+    of_some = ("model.llm.recompute_long=true", "packing.divisor=4")
+    keys = of_some if some else ("model.llm.recompute=full",)
+    spec = prepare_run(compose_config(overrides(data, tmp_path, *keys)), 1)
+    domain = spec.planner.next_step(1, 0, 0).domain
+    passes = [op for op in domain.ops[0] if op.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    samples = list(measured(domain, spec.table, 0, ((op, 10**6) for op in passes), talks=False))
+    anew = {m: batch.anew for m, batch in enumerate(domain.microbatches)}
+    assert set(anew.values()) == ({False, True} if some else {True})
+    assert len([of for of in samples if of.direction is None]) == len(anew)
+    backward = [of for of in samples if of.direction is not None]
+    assert len(backward) == (list(anew.values()).count(False) if some else len(anew))
 
 
 def test_a_table_takes_effect_at_the_first_step_whose_plan_is_not_begun() -> None:

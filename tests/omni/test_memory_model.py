@@ -38,6 +38,7 @@ AT_ONCE += [f"cluster.{link}_latency_ns=0" for link in ("node_link", "link")] + 
 # A long sequence on two nodes of two cp ranks: each has early and late rows of it, and two tiles.
 ON_NODES = ["llm_sp=dynamic", "layout.llm.cp=4", "packing=wlb", "pipeline=zero_bubble_h1", *AT_ONCE]
 ON_NODES += ["model.llm.vocab=300", "model.llm.loss_chunk=16", "data.microbatch_tokens=640"]
+LONG = ("model.llm.recompute_long=true", "packing.divisor=4")
 CAUSES = {
     "virtual stages share the rotation and gathered tokens": (
         4,
@@ -253,6 +254,18 @@ CAUSES = {
         [0],
         [*NARROW, "model.llm.hidden=128", "model.llm.norms=after", MOE.replace("512", "256")],
     ),
+    "passes of long samples keep inputs of layers alone": (1, [0], [*LONG, "model.llm.ffn=2048"]),
+    "attention is not computed anew by itself in layers that are": (
+        2,
+        [0, 1],
+        [*LONG, "model.llm.recompute=selective", "layout.llm.tp=2"],
+    ),
+    "passes whose layers are computed anew put nothing off": (
+        2,
+        [0, 1],
+        [*LONG, "model.llm.ffn=2048", "layout.llm.pp=2", "pipeline=zero_bubble_h2"],
+    ),
+    "experts of long passes keep nothing": (1, [0], [*LONG, MOE]),
     "the last token of a sample that was cut is no target": (
         1,
         [0],

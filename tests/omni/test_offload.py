@@ -218,6 +218,14 @@ def test_refusals_name_key_value_and_remedy(folder: Path) -> None:
             ["model.llm.offload=1", "model.llm.recompute=full", "cluster.host_link_bytes_per_s=null"],
             r"model\.llm\.offload=1.*set cluster\.host_link_bytes_per_s",
         ),
+        (
+            ["model.llm.recompute_long=true", "model.llm.recompute=full"],
+            r"model\.llm\.recompute_long=True: with recompute=full: .*or this to false",
+        ),
+        (
+            ["model.llm.recompute_long=true", "layout.llm.zero=3", "layout.domain=2"],
+            r"model\.llm\.recompute_long=true with layout\.llm\.zero=3: .*set zero=1, or recompute_long=f",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             prepare_run(small(folder, *more), 2)

@@ -75,10 +75,26 @@ CASES = {
         4,
         ["layout.llm.pp=2", "layout.domain=2", "encoder_sp=dynamic", "pipeline.rounds=2", *CHEAP_LINKS],
     ),
+    "pp4 joint zero_bubble_h1_5": (4, ["layout.llm.pp=4", "pipeline=joint_zero_bubble_h1_5"]),
     "tp2 pp2 joint in rounds": (4, [*TP2_PP2, "pipeline=joint_zero_bubble_h1", "pipeline.rounds=2"]),
     "pp2 joint interleaved in rounds": (
         2,
         ["layout.llm.pp=2", "layout.llm.vpp=2", "pipeline=joint_interleaved", "pipeline.rounds=2"],
+    ),
+    # Some passes compute all layers anew, others their attention or nothing.
+    "tp2 pp2 long passes anew": (
+        4,
+        [
+            *(*TP2_PP2, *SELECTIVE, "model.llm.recompute_long=true", "packing.divisor=2"),
+            "pipeline=joint_zero_bubble_h2",
+        ],
+    ),
+    "moe dp2 pp2 long passes anew, shared": (
+        4,
+        [
+            *(MOE, "layout.llm.pp=2", "layout.domain=2", "llm_sp=dynamic", "encoder_sp=dynamic"),
+            *("model.llm.recompute_long=true", "packing.divisor=4", "pipeline=zero_bubble_h1", *CHEAP_LINKS),
+        ],
     ),
     # Texts of 160 tokens: each passes by itself, 40 tokens on every rank.
     "dp4 samples of eight microbatches": (
@@ -229,6 +245,15 @@ def test_a_step_that_does_not_fit_at_once_has_rounds_and_equals_one_rank(
     assert spec.planner.beyond(plan) <= 0
     expected = reference(ranks, data, tmp_path, [])
     assert_equal(expected, ranks.run(4, measure, spec.config, 4)[0])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "long passes anew" in case])
+def test_some_passes_are_long_and_others_not(data: Path, tmp_path: Path, case: str) -> None:
+    world, more = CASES[case]
+    spec = prepare_run(compose_config(overrides(data, tmp_path / "candidate", *more)), world)
+    plan = spec.planner.next_step(1, 0, 0)
+    spec.planner.verify(plan)
+    assert {batch.anew for batch in plan.domain.microbatches} == {False, True}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "in rounds" in case])

@@ -38,6 +38,7 @@ from omni.planning.work import collective_group_size
 from parallel.layout import Layout, arrange
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
 from pipeline.builders import AUTO, ENCODE_FIRST, JOINT, JOINT_UNIFORM, JOINT_ZERO_BUBBLE_H1, ONE_F_ONE_B
+from pipeline.builders.passes import held_at_most
 from pipeline.builders.schedule import candidates_of
 from pipeline.costs import plan_memory, simulate
 from pipeline.domain_plan import DomainPlan, EncoderBatch
@@ -119,8 +120,8 @@ def test_no_microbatch_exceeds_its_budget(chosen, cursor):
                 assert 0 < tokens <= most * world.replicas
                 assert max(held) <= (most if chosen["llm_sp"] == "uniform" else 2 * most)
             work = [batch.share(cp_rank) for cp_rank in range(world.pool)]
-            assert [tokens for tokens, *_ in work] == held
-            assert sum(squares for _, squares, _ in work) == sum(n * n for n in batch.layout.lengths)
+            assert [share.tokens for share in work] == held
+            assert sum(share.squares for share in work) == sum(n * n for n in batch.layout.lengths)
             if chosen["llm_sp"] == "uniform":
                 # Each replica has its own pack, cut evenly over its cp ranks.
                 for first in range(0, world.pool, world.llm.cp):
@@ -348,7 +349,7 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
     own = planner(
         world=world, policies=policies_of(LPT, AUTO), table=table(3), budget=Budget(36, 300, None, "drop")
     )
-    refused = []
+    refused = ["zero_bubble_h1_5", "joint_zero_bubble_h1_5"]  # tried where those of H2 do not fit
 
     def taken():
         fitting = replace(own, beyond=lambda plan: int(plan.domain.schedule in refused))
@@ -361,11 +362,11 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
         makespans.append(simulate(chosen, own.domain.table).makespan_ns)
         refused.append(chosen.schedule)
     assert makespans == sorted(makespans)
-    assert sorted(refused) == sorted(policy.name for policy in candidates_of(AUTO, 1, 4))
-    held = {name: 9 - (name == refused[2]) for name in refused}
+    assert sorted(refused[2:]) == sorted(policy.name for policy in candidates_of(AUTO, 1, 4))
+    held = {name: 9 - (name == refused[4]) for name in refused}
     own = replace(own, beyond=lambda plan: held.get(plan.domain.schedule, 10))
     least = own.next_step(1, 0, 0).domain
-    assert least.schedule == refused[2], "where none fits, the one that holds least goes on to be refused"
+    assert least.schedule == refused[4], "where none fits, the one that holds least goes on to be refused"
 
 
 @pytest.mark.parametrize("pp", [1, 3])
@@ -412,6 +413,21 @@ def test_auto_holds_twice_the_activations_only_where_it_is_known_what_fits():
     assert own.next_step(1, 0, 0).domain.schedule in deep
     unguarded = replace(own, domain=replace(own.domain, guarded=False))
     assert unguarded.next_step(1, 0, 0).domain.schedule not in deep
+
+
+def test_auto_holds_half_as_much_more_where_twice_the_activations_do_not_fit():
+    world = arrange(Layout(pp=4), {"eye": 1, "ear": 1}, COLOCATED, 0)
+    own = planner(
+        world=world, policies=policies_of(LPT, AUTO), table=table(4), budget=Budget(30, 400, None, "drop")
+    )
+
+    def most(plan):
+        return max(held_at_most(ops)[part] for part, ops in enumerate(plan.domain.ops[:4]))
+
+    chosen = replace(own, beyond=lambda plan: most(plan) - 5).next_step(1, 0, 0)
+    assert chosen.domain.schedule in ("zero_bubble_h1_5", "joint_zero_bubble_h1_5")
+    assert most(chosen) == 5
+    own.verify(chosen)
 
 
 @pytest.mark.parametrize("schedule", [ENCODE_FIRST, ONE_F_ONE_B, JOINT_UNIFORM, JOINT, JOINT_ZERO_BUBBLE_H1])

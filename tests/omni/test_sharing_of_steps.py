@@ -66,7 +66,9 @@ def encode_ns(encoder_batches: tuple[EncoderBatch, ...]) -> int:
     clock = [0] * RANKS
     for encoder_batch in encoder_batches:
         start = max(clock[rank] for rank in encoder_batch.ranks)
-        took = max(TABLE.parts["eye"].forward_ns(*encoder_batch.share(rank)) for rank in encoder_batch.ranks)
+        took = max(
+            TABLE.parts["eye"].forward_ns(*encoder_batch.share(rank)[:3]) for rank in encoder_batch.ranks
+        )
         for rank in encoder_batch.ranks:
             clock[rank] = start + took
     return max(clock)

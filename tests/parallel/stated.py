@@ -11,7 +11,8 @@ from parallel.work import FP32, Collective, Grad, Load, Weight, Work, all_gather
 @dataclass(frozen=True)
 class Stated:
     """FLOPs for each token and each unit of squared lengths, bytes for each token and once a pass; in front
-    of it tokens of `token_bytes` are gathered over tp, behind it sums are scattered.
+    of it tokens of `token_bytes` are gathered over tp, behind it sums are scattered. If `all_anew`, passes
+    may be computed anew in all.
     """
 
     token_flops: int
@@ -20,6 +21,7 @@ class Stated:
     weight_bytes: int = 0
     recomputed: bool = False
     attention_again: bool = False
+    all_anew: bool = False
     tp: int = 1
     token_bytes: int = 0
     ep: int = 0
@@ -38,14 +40,15 @@ class Stated:
         flops = self.token_flops * load.tokens + self.square_flops * load.squares
         shard = load.tokens // self.tp * self.token_bytes
         sums = (*all_gather("tp", shard, self.tp), *reduce_scatter("tp", shard, self.tp))
-        return Work(flops, self.moved * load.tokens + self.weight_bytes, sums, kept=3 * load.tokens)
+        kept = load.tokens if load.anew and self.all_anew else 3 * load.tokens
+        return Work(flops, self.moved * load.tokens + self.weight_bytes, sums, kept=kept)
 
     def backward(self, load: Load, grad: Grad) -> Work:
         forward, shard = self.forward(load), load.tokens // self.tp * self.token_bytes
         of_weights = self.token_flops * load.tokens
         if grad is Grad.WEIGHT:
             return Work(of_weights, collectives=all_gather("tp", shard, self.tp))
-        times = 3 if self.recomputed else 2
+        times = 3 if self.recomputed or (load.anew and self.all_anew) else 2
         again = self.square_flops * load.squares * self.attention_again
         sums = forward.collectives * (times - 1)
         both = (*sums, *all_gather("tp", shard, self.tp))

@@ -8,6 +8,7 @@ from work_costs import even_cluster, work_cost
 
 from parallel.cluster import Link, Links
 from parallel.costs import Axis, CostTable, collectives_ns, table_from_work
+from parallel.laws import Law
 from parallel.work import Grad, even_load
 
 LAPTOP = even_cluster("laptop", 60 * 10**9, 0.5, op_overhead_ns=2_000_000)
@@ -216,6 +217,24 @@ def test_a_recomputed_attention_costs_itself_again():
     attended = again.forward_ns(0, 10**9) - again.forward_ns(0, 0)
     assert again.backward_ns(50, 10**9) - once.backward_ns(50, 10**9) == pytest.approx(attended, abs=1)
     assert (once.exchanges, once.back_exchanges, again.back_exchanges) == (2, 2, 4)
+
+
+def test_passes_that_are_computed_anew_cost_a_forward_more_and_keep_less():
+    usual, full, some = (
+        table_from_work({"part": Stated(10**6, 10**3, layers=2, **of)}, H100, 1).parts["part"]
+        for of in ({}, {"recomputed": True}, {"all_anew": True})
+    )
+    assert usual.anew is None
+    assert usual.of(True) is usual
+    assert some.of(False) == replace(usual, anew=some.anew)
+    assert some.of(True) == replace(full, kept_token=1)
+    assert [some.of(anew).kept_bytes(100) for anew in (False, True)] == [300, 100]
+    more = some.of(True).backward_ns(50, 10**9) - some.backward_ns(50, 10**9)
+    assert more == pytest.approx(usual.forward_ns(50, 10**9), abs=2)
+    laws = replace(some.stated, forward=Law(7, 0, 0), input=Law(11, 0, 0))
+    learnt = replace(CostTable(1, {"part": some}, H100.links, 1)).with_laws(2, {"part": laws}).parts["part"]
+    assert learnt.laws.input.token_fs == 11
+    assert learnt.of(True).laws.input.token_fs == 7 + 11
 
 
 def test_attention_in_a_backward_reaches_a_share_of_its_own():

@@ -1,5 +1,7 @@
 """Each builder against what its paper says: bubbles on even stages, activations held, gradients put off."""
 
+from dataclasses import replace
+
 import pytest
 from domain_plans import BUILDERS, Shape, Work, make_plan
 
@@ -51,6 +53,12 @@ def test_bubbles_are_those_of_the_papers(schedule, bubble, stages, microbatches)
     assert makespan(domain_of(schedule, stages, microbatches)) == work + (stages - 1) * bubble
 
 
+@pytest.mark.parametrize("stages", [3, 4, 5, 8])
+def test_the_bubble_of_zb_h1_5_is_between_those_of_the_paper(stages):
+    h1, between, h2 = (makespan(domain_of(f"zero_bubble_h{name}", stages, 24)) for name in ("1", "1_5", "2"))
+    assert h1 > between > h2
+
+
 @pytest.mark.parametrize("stages, microbatches", [(2, 4), (4, 11), (8, 24)])
 def test_a_stage_of_zb_h2_idles_between_its_first_and_last_pass_as_the_paper_says(stages, microbatches):
     """The paper's bubble (Qi et al., 2024, table 2) leaves out what a stage begins late and ends early."""
@@ -88,6 +96,7 @@ def test_each_schedule_holds_what_it_says(stages):
         "encode_first": lambda stage: stages - stage,
         "disaggregated": lambda stage: stages - stage,
         "zero_bubble_h1": lambda stage: stages,
+        "zero_bubble_h1_5": lambda stage: stages + (stages - 1) // 2,
         "zero_bubble_h2": lambda stage: 2 * stages - 1,
         "interleaved": lambda stage: stages - stage,
     }
@@ -95,6 +104,7 @@ def test_each_schedule_holds_what_it_says(stages):
         "joint": expected["one_f_one_b"],
         "joint_interleaved": expected["interleaved"],
         "joint_zero_bubble_h1": expected["zero_bubble_h1"],
+        "joint_zero_bubble_h1_5": expected["zero_bubble_h1_5"],
         "joint_zero_bubble_h2": expected["zero_bubble_h2"],
     }
     for schedule, policy in BUILDERS.items():
@@ -128,6 +138,20 @@ def test_zero_bubble_puts_the_weights_of_a_later_stage_off_longer(schedule, ahea
             for m in range(12 - stage * ahead)
         ]
         assert between == [stage * ahead] * len(between)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble_h1", "joint_zero_bubble_h2"])
+def test_passes_that_are_computed_anew_go_back_whole(schedule):
+    def of_some_anew(domain, facts):
+        batches = tuple(replace(batch, anew=m in (3, 7)) for m, batch in enumerate(domain.microbatches))
+        return BUILDERS[schedule](replace(domain, microbatches=batches), facts)
+
+    plain, domain = domain_of(schedule, 4, 12), make_plan(Shape(4), 12, [], of_some_anew).domain
+    for before, ops in zip(plain.ops, domain.ops, strict=True):
+        grads = {m: [op.grad for op in ops if op.kind is Kind.BACKWARD and op.index == m] for m in range(12)}
+        assert grads == {m: [Grad.BOTH] if m in (3, 7) else [Grad.INPUT, Grad.WEIGHT] for m in range(12)}
+        forwards = [[op for op in of if op.kind is Kind.FORWARD] for of in (before, ops)]
+        assert forwards[0] == forwards[1]
 
 
 # Encoders.

@@ -208,6 +208,7 @@ def test_every_joint_schedule_is_registered():
         "joint_interleaved",
         "joint_uniform",
         "joint_zero_bubble_h1",
+        "joint_zero_bubble_h1_5",
         "joint_zero_bubble_h2",
     }
     assert ENCODE_FIRST.encoder_batches == 0 < JOINT.encoder_batches

@@ -7,7 +7,7 @@ from operator import itemgetter
 from pipeline.builders.joint.crews import Crews
 from pipeline.builders.joint.shares import Room
 from pipeline.builders.joint.timed import Boundary, Pass, PassKind, Times, most
-from pipeline.builders.passes import Passes
+from pipeline.builders.passes import Passes, split_where_kept
 from pipeline.builders.schedule import Facts
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
@@ -39,7 +39,7 @@ def timed_passes(
                     steps[op.kind, op.virtual_stage, crew] if op.makes_input else at_once,
                     goes_back=op.kind is Kind.BACKWARD and op.makes_input,
                 )
-                for op in ops
+                for op in split_where_kept(ops, domain)
                 if learns or op.makes_input
             ]
         )

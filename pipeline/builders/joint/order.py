@@ -23,6 +23,7 @@ from pipeline.builders.passes import (
     interleaved_passes,
     most_in_flight,
     one_f_one_b_passes,
+    zb_h1_5_passes,
     zb_h1_passes,
     zb_h2_passes,
 )
@@ -200,13 +201,30 @@ def _by_unit(
     return timed_batches, barriers
 
 
-def joint_over(name: str, passes: Passes, vpp: int | None = 1, *, deep: bool = False) -> SchedulePolicy:
+def joint_over(
+    name: str,
+    passes: Passes,
+    vpp: int | None = 1,
+    *,
+    deep: bool = False,
+    shallower: SchedulePolicy | None = None,
+) -> SchedulePolicy:
     """Return the policy of encoder work around an order of passes, with its bounds."""
-    build, in_flight = partial(build_joint, passes), partial(most_in_flight, passes)
-    return SchedulePolicy(name, build, in_flight, vpp, encoder_batches=ENCODER_BATCHES, deep=deep)
+    return SchedulePolicy(
+        name,
+        partial(build_joint, passes),
+        partial(most_in_flight, passes),
+        vpp,
+        encoder_batches=ENCODER_BATCHES,
+        deep=deep,
+        shallower=shallower,
+    )
 
 
 JOINT = joint_over("joint", one_f_one_b_passes)
 JOINT_INTERLEAVED = joint_over("joint_interleaved", interleaved_passes, vpp=None)
 JOINT_ZERO_BUBBLE_H1 = joint_over("joint_zero_bubble_h1", zb_h1_passes)
-JOINT_ZERO_BUBBLE_H2 = joint_over("joint_zero_bubble_h2", zb_h2_passes, deep=True)
+JOINT_ZERO_BUBBLE_H1_5 = joint_over("joint_zero_bubble_h1_5", zb_h1_5_passes, deep=True)
+JOINT_ZERO_BUBBLE_H2 = joint_over(
+    "joint_zero_bubble_h2", zb_h2_passes, deep=True, shallower=JOINT_ZERO_BUBBLE_H1_5
+)
