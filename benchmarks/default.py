@@ -7,7 +7,8 @@ Three layouts on `cluster=h100`, 16 samples a rank of up to 131,072 tokens, none
 with a ViT-H on data parallelism alone and over tp 2, pp 4; Llama 3 70B with a ViT of 2.4 B over tp 8, pp 4.
 GPUs are taken to hold anything: 8 B do not fit one. With `--fits` they hold what they do, and the LLM
 recomputes as little as lets it fit; what is recomputed is work. The ViT takes images, videos and recordings
-alike. Traces are `balanced`, `longtail`, and of `shift` the step before its jump and the one after it.
+alike. Traces are `balanced`, `longtail`, the same of at most 32,768 tokens a sample (`longtail_32k`), and of
+`shift` the step before its jump and the one after it.
 
 The figure is the slowest domain's step over all work of all domains / all ranks, as in `whole_step.py`;
 reducing gradients, the same under any policy, is left out. `bound` is the best possible step of the same
@@ -54,8 +55,9 @@ LAYOUTS = {
     "tp8_pp4": ("experiment=llama3_70b", "layout=tp8_pp4", "data.microbatch_tokens=67584"),
 }  # fmt: skip
 TARGETS = {"dp": 1.08, "tp2_pp4": 1.15, "tp8_pp4": 1.12}
-TRACES = ("longtail", "shift_after", "shift_before", "balanced")
+TRACES = ("longtail", "longtail_32k", "shift_after", "shift_before", "balanced")
 LONGEST = 135_168  # tokens of a sample
+SHORTER = {"longtail_32k": 33_792}
 SHARED = ("llm_sp=dynamic", "encoder_sp=dynamic")
 BY_HAND: dict[str, tuple[str, ...]] = {
     "multiplexed": ("system=multiplexed",),
@@ -84,6 +86,8 @@ class Row:
 
 def trace_of(name: str, count: int, seed: int) -> list[SampleMeta]:
     """The samples of a step."""
+    if name == "longtail_32k":
+        return generate("longtail", count, seed, max_tokens=32_768)
     if name.startswith("shift"):
         both = generate("shift", 2 * count, seed)
         return both[count:] if name == "shift_after" else both[:count]
@@ -105,9 +109,9 @@ def row(asked: argparse.Namespace, setting: tuple[str, str, int, str]) -> Row | 
         if name in BY_HAND:  # whole samples: whoever cannot share them has a pass that holds the longest
             whole = config.llm_sp.policy == "dynamic"
             held = config.data.microbatch_tokens * (config.layout.domain or 1) * config.layout.llm.cp
-            config.data.sample_tokens = LONGEST
-            if not whole or held < LONGEST:
-                config.data.microbatch_tokens = LONGEST
+            config.data.sample_tokens = longest = SHORTER.get(trace, LONGEST)
+            if not whole or held < longest:
+                config.data.microbatch_tokens = longest
         spec = prepare_run(config, asked.ranks, all_as("image", trace_of(trace, count, seed)))
     except ValueError as error:
         return str(error)

@@ -27,15 +27,18 @@ STEPS = 3
 COMMON = ("experiment=quickstart", "system=multiplexed")
 EXPERTS = ("model.llm.moe={experts: 4, topk: 2, ffn: 64, shared_ffn: 64, dense_layers: 1}",)
 FULL = ("model.llm.recompute=full", "model.encoders.image.recompute=full")
+LONG = ("model.llm.recompute=selective", "model.llm.recompute_long=true", "packing.divisor=4")
 PP2, TP2, CP2 = (f"layout.llm.{axis}=2" for axis in ("pp", "tp", "cp"))
 SCHEDULES = (
     "encode_first",
     "one_f_one_b",
     "zero_bubble_h1",
+    "zero_bubble_h1_5",
     "zero_bubble_h2",
     "joint",
     "joint_uniform",
     "joint_zero_bubble_h1",
+    "joint_zero_bubble_h1_5",
     "joint_zero_bubble_h2",
 )
 WITH_VPP = ("interleaved", "joint_interleaved")
@@ -56,6 +59,7 @@ CASES = (
     Case("one rank", 1, of_cpu=True),
     Case("experts", 1, model=EXPERTS, of_cpu=True),
     Case("full recomputation", 1, FULL, of_cpu=True),
+    Case("long passes recomputed", 1, LONG, of_cpu=True),
     Case("tp 2", 2, (TP2,), of_cpu=True),
     Case("cp 2", 2, (CP2,), of_cpu=True),
     Case("pp 2", 2, (PP2,), of_cpu=True),
