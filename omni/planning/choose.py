@@ -146,8 +146,8 @@ def _search_all(
         if best.refused and pools and best.beyond < freed:
             tries(least, MOST_ZERO)
 
-    def whole_step(own: Keys) -> Tried:
-        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1)
+    def whole_step(own: Keys, beside: Tried | None = None) -> Tried:
+        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
 
     if best.keys[RECOMPUTE] == least and best.keys.get(ZERO, start.arrangement.llm.zero) == 1:
         best, packed = _long_anew(best, usual, whole_step)
@@ -155,13 +155,14 @@ def _search_all(
     if best.keys[RECOMPUTE] == usual != quickest:
         # On one whole step, as packs are compared.
         own = {**best.keys, RECOMPUTE: quickest}
-        now, other = whole_step(best.keys), whole_step(own)
+        now = whole_step(best.keys)
+        other = whole_step(own, now)
         tried.append(_as_beside(best, now, other))
         best = tried[-1] if gains(other, now) else best
     return best, tried
 
 
-def _long_anew(best: Tried, recompute: str, whole_step: Callable[[Keys], Tried]) -> tuple[Tried, list[Tried]]:
+def _long_anew(best: Tried, recompute: str, whole_step: Try) -> tuple[Tried, list[Tried]]:
     """Try another `recompute`, but all of passes that are longer than a pack: of packs as they are, and
     smaller ones until these gain nothing. On one whole step, as packs are compared.
     """
@@ -169,7 +170,7 @@ def _long_anew(best: Tried, recompute: str, whole_step: Callable[[Keys], Tried])
     now, own, before = reference, best, None
     for divisor in (1, *DIVISORS) if PACKS in best.keys else (1,):
         packs = {PACKS: divisor * best.keys[PACKS]} if PACKS in best.keys else {}
-        other = whole_step({**best.keys, **packs, RECOMPUTE: recompute, RECOMPUTE_LONG: True})
+        other = whole_step({**best.keys, **packs, RECOMPUTE: recompute, RECOMPUTE_LONG: True}, now)
         found.append(_as_beside(best, reference, other))
         if gains(other, now):
             now, own = other, found[-1]
@@ -235,10 +236,10 @@ def _search(
             tried[name] = attempt(with_keys(short, {**own, LONGEST: longest}), own)
         return tried[name]
 
-    def whole_step(own: Keys) -> Tried:
+    def whole_step(own: Keys, beside: Tried | None = None) -> Tried:
         name = text_of(own)
         if name not in wholes:
-            wholes[name] = attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1)
+            wholes[name] = attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
         return wholes[name]
 
     first = list(of_size(sizes[0]))
@@ -257,7 +258,8 @@ def _search(
     for key in others:
         found = simulated({**best.keys, key: _SECOND[key]})
         if gains(found, best) and samples > A_REPLICA:
-            now, other = whole_step(best.keys), whole_step(found.keys)
+            now = whole_step(best.keys)
+            other = whole_step(found.keys, now)
             found = tried[text_of(found.keys)] = _as_beside(best, now, other)
         best = found if gains(found, best) else best
     if best.refused and RECOMPUTE in keys and recompute != recomputed(config.model.llm)[1]:
@@ -265,7 +267,8 @@ def _search(
         return best, list(tried.values())
     if CONTEXT in best.keys and best.keys[CONTEXT] != ANY_CONTEXT:
         # Even stages of the LLM need not be best: late ones wait for their first pass, and encode meanwhile.
-        now, other = (whole_step({**best.keys, **of}) for of in ({}, {CONTEXT: ANY_CONTEXT}))
+        now = whole_step(best.keys)
+        other = whole_step({**best.keys, CONTEXT: ANY_CONTEXT}, now)
         tried[text_of(other.keys)] = _as_beside(best, now, other)
         best = tried[text_of(other.keys)] if gains(other, now, 0) else best  # neither is simpler
     if {PACKS, PACKING} & set(keys) and (start.arrangement.llm.pp > 1 or best.refused):
@@ -285,7 +288,7 @@ def _of_best_size(
     samples: int,
     of_size: Callable[[int], Iterator[Keys]],
     simulated: Callable[[Keys], Tried],
-    whole_step: Callable[[Keys], Tried],
+    whole_step: Try,
 ) -> tuple[Tried, list[Tried]]:
     """Return the best candidate with any size of domains, where steps have so many `samples` a replica, and
     those that stand among others otherwise than they were simulated.
@@ -315,9 +318,7 @@ def _of_best_size(
     return best, []
 
 
-def _packed(
-    starts: Sequence[Tried], whole_step: Callable[[Keys], Tried], staged: bool
-) -> tuple[Tried, list[Tried]]:
+def _packed(starts: Sequence[Tried], whole_step: Try, staged: bool) -> tuple[Tried, list[Tried]]:
     """Try smaller packs, of the best candidate and of simpler ones that follow it in `starts`, and of the
     best of these packs that grow, as large or the next larger. How a pipeline fills and empties shows on a
     whole step alone, so the first one is simulated: a candidate stands among the others with as much more or
@@ -330,7 +331,7 @@ def _packed(
         found.append(start if start is starts[0] else _as_beside(starts[0], reference, now))
         own, larger, worse = found[-1], None, 0
         for divisor in DIVISORS if PACKS in start.keys else ():
-            other = whole_step({**start.keys, PACKS: divisor * start.keys[PACKS]})
+            other = whole_step({**start.keys, PACKS: divisor * start.keys[PACKS]}, now)
             found.append(_as_beside(starts[0], reference, other))
             if gains(other, now):
                 own, now, larger, worse = found[-1], other, own, 0
@@ -340,7 +341,7 @@ def _packed(
                 break
         for plain in (own, larger) if PACKING in start.keys and staged else ():
             if plain is not None:
-                other = whole_step({**plain.keys, PACKING: _SECOND[PACKING]})
+                other = whole_step({**plain.keys, PACKING: _SECOND[PACKING]}, now)
                 found.append(_as_beside(starts[0], reference, other))
                 if gains(other, now):
                     own, now = found[-1], other

@@ -4,7 +4,7 @@ They are bounded by count and nothing by time, so the same configuration, data a
 on any machine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 from omni.config import Config
@@ -22,8 +22,16 @@ GAIN = 0.005  # of the step, that a candidate must bring to be taken over a simp
 Make = Callable[[Config], RunSpec]
 
 
-def tried_out(config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int = STEPS) -> Tried:
-    """Simulate the first steps of a candidate, in the domains that samples load most.
+def tried_out(
+    config: Config,
+    keys: Keys,
+    make: Make,
+    begin: tuple[int, int],
+    steps: int = STEPS,
+    beside: Tried | None = None,
+) -> Tried:
+    """Simulate the first steps of a candidate, in the domains that samples load most. Once one of them shows
+    that it gains nothing `beside` another candidate of as many steps, no further one is planned.
 
     Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
     from the best, or if a device cannot hold it, that which holds least.
@@ -33,7 +41,7 @@ def tried_out(config: Config, keys: Keys, make: Make, begin: tuple[int, int], st
         schedules = ("zero_bubble_h1", "encode_first") if config.layout.llm.vpp == 1 else ("interleaved",)
     found = None
     for schedule in schedules:
-        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, begin, steps)
+        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, begin, steps, beside)
         found = other if found is None or gains(other, found) else found
         if not found.refused:
             break
@@ -41,7 +49,9 @@ def tried_out(config: Config, keys: Keys, make: Make, begin: tuple[int, int], st
     return found
 
 
-def _simulated(config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int) -> Tried:
+def _simulated(
+    config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int, beside: Tried | None
+) -> Tried:
     """Simulate the first steps of a candidate under its schedule, up to one that does not fit."""
     try:
         spec = make(config)
@@ -50,28 +60,32 @@ def _simulated(config: Config, keys: Keys, make: Make, begin: tuple[int, int], s
     total, seen, beyond, refused = 0, 0, 0, ""
     first, cursor = begin
     for count in range(1, steps + 1):
-        plans = _first_plans(spec, first + count - 1, cursor)
-        lists = (simulate(plan.domain, spec.table, spec.planner.domain.single_queue) for plan in plans)
-        total += max(timeline.makespan_ns for timeline in lists)
-        beyond = max(0, *map(spec.planner.beyond, plans))
-        if beyond:
+        slowest = 0
+        for plan in _first_plans(spec, first + count - 1, cursor):
+            timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
+            slowest, beyond = max(slowest, timeline.makespan_ns), max(beyond, spec.planner.beyond(plan))
+            so_far = Tried(keys, total + slowest, "beyond" if beyond > 0 else "", beyond)
+            if beside is not None and not gains(so_far, beside, 0):
+                break
+        total += slowest
+        if beyond > 0:
             refused = f"does not fit cluster.memory_bytes by {beyond / GIB:.1f} GiB"
             break
-        seen, cursor = seen + len(plans[0].taken), plans[0].taken.next_cursor
+        seen, cursor = seen + len(plan.taken), plan.taken.next_cursor
         if seen >= ENOUGH:
             break
     return Tried(keys, total // count, refused, beyond)
 
 
-def _first_plans(spec: RunSpec, step: int, cursor: int) -> list[StepPlan]:
+def _first_plans(spec: RunSpec, step: int, cursor: int) -> Iterator[StepPlan]:
     """The plans of the domains that samples of a step load most, as far as they are bounded."""
-    plans = list[StepPlan]()
+    samples = 0
     for plan in islice(spec.planner.busiest(step, cursor), DOMAINS):
-        plans.append(plan)
+        yield plan
+        samples += len(plan.domain.samples)
         guarded = spec.cluster.memory_bytes is not None  # each of these domains is to fit
-        if not guarded and sum(len(each.domain.samples) for each in plans) >= IN_DOMAINS:
+        if not guarded and samples >= IN_DOMAINS:
             break
-    return plans
 
 
 def gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:

@@ -35,7 +35,7 @@ from omni.planning.fullest import fullest_rank
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 from omni.planning.room import mean_context
-from omni.planning.trials import DOMAINS
+from omni.planning.trials import DOMAINS, gains, tried_out
 from omni.training.choice_watch import COSTS
 from omni.training.seats import fitting
 from pipeline.costs import simulate
@@ -481,7 +481,7 @@ def test_a_plain_candidate_is_taken_where_smaller_packs_bring_it_more():
     """Of short steps domains of two take less, of a whole one domains of one with packs of a half."""
     whole_steps = {(2, 1): 100, (2, 2): 98, (2, 4): 99, (1, 1): 110, (1, 2): 90, (1, 4): 95}
 
-    def whole_step(keys):
+    def whole_step(keys, beside=None):
         return Tried(keys, whole_steps[keys[DOMAIN], keys[PACKS]])
 
     best, plain = (Tried({DOMAIN: size, PACKS: 1}, ns) for size, ns in ((2, 50), (1, 60)))
@@ -492,6 +492,30 @@ def test_a_plain_candidate_is_taken_where_smaller_packs_bring_it_more():
     assert found[0] is best
     alone, _ = _packed([best], whole_step, False)
     assert alone.keys == {DOMAIN: 2, PACKS: 2}
+
+
+@pytest.mark.parametrize(
+    "beside, planned",
+    [
+        (None, 4),
+        (Tried({}, 10**15), 4),
+        (Tried({}, 1), 1),
+        (Tried({}, 1, "does not fit", 10**9), 4),  # all of them fit
+    ],
+)
+def test_a_candidate_that_gains_nothing_in_a_domain_is_planned_in_no_other(monkeypatch, beside, planned):
+    spec = prepared("layout.domain=1", "cluster.memory_bytes=1000000000000", trace=trace_of())
+    seen, busiest = [], Planner.busiest
+
+    def counted(self, step, cursor):
+        for plan in busiest(self, step, cursor):
+            seen.append(plan.number)
+            yield plan
+
+    monkeypatch.setattr(Planner, "busiest", counted)
+    found = tried_out(spec.config, {}, lambda config: spec, (1, 0), steps=1, beside=beside)
+    assert len(seen) == len(set(seen)) == planned
+    assert gains(found, beside or Tried({}, refused="no")) == (planned == 4)
 
 
 def of_best_size(short_ns, whole_ns, samples=128, step_ns=10**10):
@@ -527,7 +551,7 @@ def test_a_balance_that_gains_in_a_short_step_is_asked_about_a_whole_one(samples
     """In a short step `lpt` takes a tenth less, in a whole one a tenth more."""
     config = compose_config([*KEYS, f"data.step_samples={samples}"])
 
-    def attempt(config, keys, steps=4):
+    def attempt(config, keys, steps=4, beside=None):
         other = 110 if steps == 1 else 90
         return Tried(keys, 10**6 * (other if keys[BALANCE] == "lpt" else 100))
 
