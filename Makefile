@@ -4,10 +4,10 @@ TORCH ?= torch==2.13.0
 BIN := .venv/bin
 OVERRIDES ?=
 # Processes that share the files of tests, in the order of their names: the last ones are short. Where there is
-# memory, a third and a fourth compute while others wait for disks, signals and peers; one takes up to 3 GB with
-# its ranks.
+# memory, a third computes while others wait for disks, signals and peers; with a fourth, ranks that wait for each
+# other take two cores from those that compute. One takes up to 3 GB with its ranks.
 PROCESSES ?= $(shell cat /proc/meminfo 2>/dev/null | \
-	awk '/MemAvailable/ {n = $$2 > 16e6 ? 4 : $$2 > 12e6 ? 3 : 2} END {print n ? n : 2}')
+	awk '/MemAvailable/ {n = $$2 > 12e6 ? 3 : 2} END {print n ? n : 2}')
 # Bytecode is kept also where an image forbids it: else each process compiles all modules and rewrites all tests.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
