@@ -9,7 +9,7 @@ from omni.planning.run_spec import RunSpec
 from omni.planning.update_time import update_ns
 from omni.rehearsal.estimate import Estimate
 from omni.rehearsal.footprint import Sent
-from pipeline.domain_plan import EncoderBatch, Microbatch
+from pipeline.domain_plan import DomainPlan, EncoderBatch, Microbatch
 from pipeline.drawing import team_names
 from pipeline.plan import StepPlan
 from pipeline.simulator import Timeline
@@ -116,11 +116,19 @@ def _domain(spec: RunSpec, plan: StepPlan, sent: Mapping[int, Sent]) -> Iterator
         ("schedule", domain.scheduled),
         ("digests", " ".join(f"{name} {digest:016x}" for name, _, digest, _ in plan.levels)),
         ("tokens of microbatches", [sum(batch.layout.lengths) for batch in domain.microbatches]),
+        *_computed_anew(spec, domain),
         ("items, encoder batches", f"{len(domain.items)}, {len(domain.encoder_batches)}"),
         ("sequences, items shared", f"{shared(domain.microbatches)}, {shared(domain.encoder_batches)}"),
         ("rows, of them shipped", f"{rows}, {moved}"),
     ):
         yield f"  {key:25} {value}"
+
+
+def _computed_anew(spec: RunSpec, domain: DomainPlan) -> Iterator[tuple[str, str]]:
+    """How many microbatches have all layers computed anew, where that is not one and the same for all."""
+    if spec.config.model.llm.recompute_long:
+        anew = sum(batch.anew for batch in domain.microbatches)
+        yield "all layers computed anew", f"in {anew} of {len(domain.microbatches)} microbatches"
 
 
 def shared(parts: Sequence[Microbatch | EncoderBatch]) -> int:

@@ -153,22 +153,15 @@ def encoders_around(passes: Passes, domain: DomainPlan, facts: Facts) -> Order:
     return order
 
 
-def _around(
-    name: str,
-    passes: Passes,
-    vpp: int | None = 1,
-    *,
-    deep: bool = False,
-    shallower: SchedulePolicy | None = None,
-) -> SchedulePolicy:
+def _around(name: str, passes: Passes, vpp: int | None = 1) -> SchedulePolicy:
     """The schedule of encoder work around an order of passes."""
     build, in_flight = partial(encoders_around, passes), partial(most_in_flight, passes)
-    return SchedulePolicy(name, build, in_flight, vpp, at_once=True, deep=deep, shallower=shallower)
+    return SchedulePolicy(name, build, in_flight, vpp, at_once=True)
 
 
 # The three phases of LongCat-Flash-Omni (report, section 5), among others, with 1F1B in the middle.
 ENCODE_FIRST = SchedulePolicy("encode_first", partial(encoders_around, one_f_one_b_passes), at_once=True)
 INTERLEAVED = _around("interleaved", interleaved_passes, vpp=None)
 ZERO_BUBBLE_H1 = _around("zero_bubble_h1", zb_h1_passes)
-ZERO_BUBBLE_H1_5 = _around("zero_bubble_h1_5", zb_h1_5_passes, deep=True)
-ZERO_BUBBLE_H2 = _around("zero_bubble_h2", zb_h2_passes, deep=True, shallower=ZERO_BUBBLE_H1_5)
+ZERO_BUBBLE_H1_5 = replace(_around("zero_bubble_h1_5", zb_h1_5_passes), deep=True)
+ZERO_BUBBLE_H2 = replace(_around("zero_bubble_h2", zb_h2_passes), deep=True, shallower=ZERO_BUBBLE_H1_5)

@@ -18,6 +18,7 @@ from small import overrides, with_values, write_mixed
 from dataloader.format import DataError, Sample
 from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
+from omni.commands._plan_text import _domain
 from omni.compose import compose_config
 from omni.config import Config
 from omni.planning.choice import POLICIES, SCHEDULE, value_of
@@ -26,6 +27,7 @@ from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
 from omni.rank import inputs
 from omni.rank.optimizer import JointOptimizer
+from omni.rehearsal.footprint import Sent
 from omni.training.parity import TOLERANCE, WEIGHT_TOLERANCE, Measurement, compare, compare_weights
 from parallel.boundary import Route
 from parallel.shipping import Ends, make_ends
@@ -253,7 +255,10 @@ def test_some_passes_are_long_and_others_not(data: Path, tmp_path: Path, case: s
     spec = prepare_run(compose_config(overrides(data, tmp_path / "candidate", *more)), world)
     plan = spec.planner.next_step(1, 0, 0)
     spec.planner.verify(plan)
-    assert {batch.anew for batch in plan.domain.microbatches} == {False, True}
+    anew = [batch.anew for batch in plan.domain.microbatches]
+    assert {*anew} == {False, True}
+    said = next(line for line in _domain(spec, plan, {0: Sent(0, 0, 0)}) if "computed anew" in line)
+    assert said.split() == f"all layers computed anew in {sum(anew)} of {len(anew)} microbatches".split()
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "in rounds" in case])

@@ -11,6 +11,7 @@ pass must wait, and in the cool-down. Three steps:
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from pipeline.builders.joint.alone import rooms_of, timed_passes
@@ -201,30 +202,16 @@ def _by_unit(
     return timed_batches, barriers
 
 
-def joint_over(
-    name: str,
-    passes: Passes,
-    vpp: int | None = 1,
-    *,
-    deep: bool = False,
-    shallower: SchedulePolicy | None = None,
-) -> SchedulePolicy:
+def joint_over(name: str, passes: Passes, vpp: int | None = 1) -> SchedulePolicy:
     """Return the policy of encoder work around an order of passes, with its bounds."""
-    return SchedulePolicy(
-        name,
-        partial(build_joint, passes),
-        partial(most_in_flight, passes),
-        vpp,
-        encoder_batches=ENCODER_BATCHES,
-        deep=deep,
-        shallower=shallower,
-    )
+    build, in_flight = partial(build_joint, passes), partial(most_in_flight, passes)
+    return SchedulePolicy(name, build, in_flight, vpp, encoder_batches=ENCODER_BATCHES)
 
 
 JOINT = joint_over("joint", one_f_one_b_passes)
 JOINT_INTERLEAVED = joint_over("joint_interleaved", interleaved_passes, vpp=None)
 JOINT_ZERO_BUBBLE_H1 = joint_over("joint_zero_bubble_h1", zb_h1_passes)
-JOINT_ZERO_BUBBLE_H1_5 = joint_over("joint_zero_bubble_h1_5", zb_h1_5_passes, deep=True)
-JOINT_ZERO_BUBBLE_H2 = joint_over(
-    "joint_zero_bubble_h2", zb_h2_passes, deep=True, shallower=JOINT_ZERO_BUBBLE_H1_5
+JOINT_ZERO_BUBBLE_H1_5 = replace(joint_over("joint_zero_bubble_h1_5", zb_h1_5_passes), deep=True)
+JOINT_ZERO_BUBBLE_H2 = replace(
+    joint_over("joint_zero_bubble_h2", zb_h2_passes), deep=True, shallower=JOINT_ZERO_BUBBLE_H1_5
 )
