@@ -154,9 +154,10 @@ class ClusterConfig:
     between rails of `ranks_per_rail` ranks; null: all are on one. `issue_ns` is what a rank that computes
     itself spends on each communication that it issues or takes in. Communicators of a rank run in `queues`,
     `one` for all or `per_communicator`. `host_link_bytes_per_s` is between a rank's memory and its host's,
-    one way, while all ranks of the node copy; null: not known, and nothing goes there.
-    `memory_bytes: null` is not checked, `price_per_hour` that of a rank in any currency. `device` is "cpu" or
-    "cuda". `env` are variables that ranks find in their environment there, such as NCCL's.
+    one way, while all ranks of the node copy; null: not known, and nothing goes there. Of the host's memory
+    passes of a rank may keep `host_memory_bytes`. That and `memory_bytes` are not checked where they are
+    null. `price_per_hour` is that of a rank in any currency, `device` "cpu" or "cuda". `env` are variables
+    that ranks find in their environment there, such as NCCL's.
     """
 
     name: str = MISSING
@@ -179,6 +180,7 @@ class ClusterConfig:
     issue_ns: int = at_least(0, 0)
     queues: str = one_of(QUEUES, "one")
     memory_bytes: int | None = at_least(1, None)
+    host_memory_bytes: int | None = at_least(1, None)
     price_per_hour: float | None = at_least(0, None)
     env: dict[str, str] = field(default_factory=dict)
 

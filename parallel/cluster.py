@@ -50,8 +50,9 @@ class Cluster:
     to experts `dispatch_ns`. A rank that computes itself spends `issue_ns` on issuing a communication, and
     again on taking in what came (0 where a host does that meanwhile). `ranks_per_node` neighbouring ranks
     share a node, and `ranks_per_rail` a rail, None if all do. Communicators of a rank run in `queues`: one
-    for all, or each in its own. A rank's device holds `memory_bytes`, None if that is not to be checked, and
-    copies `host_per_s` bytes/s to its host or back, None if that is not known.
+    for all, or each in its own. A rank's device holds `memory_bytes`, and passes of a rank may keep
+    `host_bytes` on its host, None if that is not to be checked; the device copies `host_per_s` bytes/s to the
+    host or back, None if that is not known.
     """
 
     name: str
@@ -70,4 +71,5 @@ class Cluster:
     issue_ns: int = 0
     queues: str = "one"
     memory_bytes: int | None = None
+    host_bytes: int | None = None
     host_per_s: int | None = None

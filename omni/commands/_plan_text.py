@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from omni.planning.choice import text_of
 from omni.planning.cut import told
 from omni.planning.fullest import place
+from omni.planning.host_memory import offloaded
 from omni.planning.memory_advice import GIB, whose
 from omni.planning.run_spec import RunSpec
 from omni.planning.update_time import update_ns
@@ -96,8 +98,10 @@ def _memory(spec: RunSpec, found: Estimate) -> Iterator[str]:
         yield f"    {kind:30} {size / GIB:10.1f}{whose(peak.parts, kind)}"
     if found.host_bytes:
         ranks = min(spec.config.cluster.ranks_per_node, spec.arrangement.world)
-        yield f"\nGiB of layers' inputs on the host (model.llm.offload={spec.config.model.llm.offload})"
-        yield f"  {'of a rank, at most':32} {found.host_bytes / GIB:10.1f}"
+        keys, share = offloaded(spec.config.model), spec.cluster.host_bytes
+        of = f" of {share / GIB:.1f} (cluster.host_memory_bytes)" if share else ""
+        yield f"\nGiB of layers' inputs on the host ({text_of(keys)})"
+        yield f"  {'of a rank, at most':32} {found.host_bytes / GIB:10.1f}{of}"
         yield f"  {f'of a node of {ranks} ranks, at most':32} {ranks * found.host_bytes / GIB:10.1f}"
 
 

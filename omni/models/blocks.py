@@ -6,7 +6,9 @@ does around them. Shapes: T tokens, E width of the encoder, R rows, D width of t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 
+from omni.models.offloading import OffloadedBlocks
 from omni.models.pieces import linear_weights, norm_weights, plain
 from omni.models.stack import Stack
 from omni.models.towers.work import MeasuredLayers
@@ -149,10 +151,67 @@ class Projector:
             return Work(flops=self.forward(load).flops, workspace=most * self.element)
         second = (rows + self.width) * self.merged + self.width
         # Or at the first linear, when gradients have taken the place of all that is kept.
-        start = max(second + all_rows, (self.merged + 1) * self.merged)
-        # Before that, those of the rows of all ranks, padded, as they came, and one after the other.
-        gathered = load.most_rows * self.width * (1 + self.tp) + all_rows if self.tp > 1 else 0
-        return replace(_of_linears(self.forward(load), grad), workspace=max(start, gathered) * self.element)
+        start = max(second + all_rows, (self.merged + 1) * self.merged) * self.element
+        return replace(_of_linears(self.forward(load), grad), workspace=max(start, self.gathered(load)))
+
+    def gathered(self, load: Load) -> int:
+        """Bytes of gradients before a backward begins: those of the rows of all ranks, padded, as they came,
+        and one after the other.
+        """
+        if self.tp == 1:
+            return 0
+        rows = load.most_rows * (1 + self.tp) + load.tokens // self.merge
+        return rows * self.width * self.element
+
+    def anew(self, load: Load) -> int:
+        """Bytes of a backward whose forward was computed anew, beside what that keeps: the rows, and their
+        gradients, are there to the end.
+        """
+        rows = load.tokens // self.merge
+        ends = rows * self.width * (1 + (self.tp > 1))
+        if load.frozen:
+            return (ends + 2 * rows * self.merged) * self.element
+        second = (rows + self.width) * self.merged + self.width
+        return (ends + max(second, (self.merged + 1) * self.merged)) * self.element
+
+
+@dataclass(frozen=True)
+class ProjectedAnew:
+    """A norm and a projector that are computed anew from what the norm takes in: the output of the layers in
+    front of it, which is counted there, and of which each rank keeps a part if it is `divided`.
+    """
+
+    norm: Block
+    projector: Projector
+    divided: bool
+
+    @property
+    def _both(self) -> Chain:
+        return Chain((self.norm, self.projector))
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Those of both."""
+        return self._both.weights()
+
+    def forward(self, load: Load) -> Work:
+        """It keeps nothing."""
+        work = self._both.forward(load)
+        return replace(work, kept=0, workspace=work.passing + self._elsewhere(load))
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """A forward, and the backward of both."""
+        if grad is Grad.WEIGHT:
+            return Work()
+        again, work = self._both.forward(load), self._both.backward(load, grad)
+        most = again.kept + self.projector.anew(load) + self._elsewhere(load)
+        return replace(
+            work, flops=work.flops + again.flops, workspace=max(most, self.projector.gathered(load))
+        )
+
+    def _elsewhere(self, load: Load) -> int:
+        """Bytes of its input that other ranks keep."""
+        stream = load.tokens * self.projector.hidden * self.projector.element
+        return stream - stream // self.projector.tp if self.divided else 0
 
 
 def _of_linears(forward: Work, grad: Grad) -> Work:
@@ -211,9 +270,10 @@ class Frozen:
 @dataclass(frozen=True)
 class EncoderPart:
     """An encoder on one rank, in front of an LLM of `width`: `stem`, then the layers of `stack`, described or
-    measured, then `tail`, which ends in rows. `token_bytes` are those of a token's input tensors, values and
-    positions. Weights arrive and gradients are reduced `by_layer` where the module says what its layers are
-    (`followed_layers`).
+    measured, then `tail`, which ends in rows; and what makes rows between layers, of its `taps`.
+    `token_bytes` are those of a token's input tensors, values and positions. Weights arrive and gradients are
+    reduced `by_layer` where the module says what its layers are (`followed_layers`). Of each of the blocks of
+    layers that begin with `starts`, the inputs of up to `offload` layers wait on the host.
     """
 
     stem: tuple[Block, ...]
@@ -222,6 +282,9 @@ class EncoderPart:
     width: int
     token_bytes: int
     by_layer: bool = False
+    taps: tuple[Block, ...] = ()
+    starts: tuple[int, ...] = (0,)
+    offload: int = 0
 
     @property
     def shape(self) -> AttentionShape:
@@ -265,13 +328,22 @@ class EncoderPart:
 
     @property
     def _chain(self) -> Chain:
-        if self.stack.lora is None:
-            return Chain((*self.stem, self.stack, *self.tail))
-        return Chain((*map(Frozen, self.stem), self.stack, *map(Frozen, self.tail)))
+        """In the order of passes. What is between layers is still there when the last of them go back."""
+        layers: Block = self.stack
+        if self.offload:
+            assert isinstance(self.stack, Stack), "layers that are computed anew"
+            layers = OffloadedBlocks(self.stack, self.starts, self.offload)
+        return Chain((*self._beside(self.stem, self.taps), layers, *self._beside(self.tail)))
+
+    def _beside(self, *blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+        """Blocks beside the layers: where these have adapters, nothing else learns."""
+        every = chain.from_iterable(blocks)
+        return tuple(every) if self.stack.lora is None else tuple(map(Frozen, every))
 
     def weights(self) -> tuple[Weight, ...]:
         """Parameters, in the module's order."""
-        return self._chain.weights()
+        ends = self._beside(self.tail, self.taps)
+        return Chain((*self._beside(self.stem), self.stack, *ends)).weights()
 
     def forward(self, load: Load) -> Work:
         """The blocks, and the rows that this rank passes on."""

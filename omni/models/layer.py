@@ -23,7 +23,8 @@ class Layer(LayerSizes):
 
     With `splits_tokens` the ranks divide the tokens between attention and feed-forward as well. Who runs the
     pass of a virtual stage holds what its last layer has put out (`held_output`). The layers are in so many
-    `blocks`, whose first ones take in what others keep, too.
+    `blocks`, whose first ones take in what others keep, too. What the last one puts out is kept as what
+    others do if it is a `kept_output`: by what is computed anew behind it.
     """
 
     tp: int
@@ -31,11 +32,15 @@ class Layer(LayerSizes):
     element: int
     held_output: bool = False
     blocks: int = 1
+    kept_output: bool = False
 
     @property
     def divided_inputs(self) -> int:
-        """How many of them keep a part of their inputs on each rank (`divided_inputs.py`)."""
-        return max(0, self.layers - self.blocks) if self.divides_inputs(self.tp, self.splits_tokens) else 0
+        """How many of them, and of what is behind them, keep a part of their inputs on each rank
+        (`kept_inputs.py`).
+        """
+        divided = self.divides_inputs(self.tp, self.splits_tokens)
+        return max(0, self.layers - self.blocks) + self.kept_output if divided else 0
 
     @property
     def head_dim(self) -> int:

@@ -65,6 +65,14 @@ class LayerSizes:
         return tp > 1 and self.recompute == "full" and not splits_tokens and self.hidden % tp == 0
 
 
+INPUTS_ALONE = Rule(
+    "offload",
+    lambda own: not own.offload or own.recompute == "full",
+    "with recompute={recompute}: inputs of layers that are made anew go to the host, nothing else; set "
+    "recompute=full, or this to 0",
+)
+
+
 @dataclass
 class TransformerEncoderConfig:
     """The keys of every transformer encoder; one of your own adds its keys in a dataclass derived from it.
@@ -72,7 +80,9 @@ class TransformerEncoderConfig:
     `taps` are layers after which tokens are merged and projected too (DeepStack; Meng et al., 2024): the rows
     of the first are added to what enters the LLM's second layer, and so on. `gated` makes the feed-forward a
     SwiGLU. A token sees `window` tokens, null for all of its item, but in the `full_layers`, counted from 0.
-    With `lora` adapters of linears of its layers learn, and nothing else of it.
+    With `lora` adapters of linears of its layers learn, and nothing else of it. With `recompute=full` the
+    inputs of up to `offload` layers behind the first, and behind each tap's, are on the host from their
+    forward to their backward; null: none, unless it is chosen with what the LLM recomputes.
     """
 
     layers: int = at_least(1, 2)
@@ -82,6 +92,7 @@ class TransformerEncoderConfig:
     rotary_base: float = at_least(1, 10000.0)
     norm: str = one_of(NORMS, "RMSNorm")
     recompute: str = one_of(RECOMPUTE, "none")
+    offload: int | None = at_least(0, None)
     taps: list[int] = field(default_factory=list)
     gated: bool = False
     window: int | None = at_least(1, None)
@@ -90,6 +101,7 @@ class TransformerEncoderConfig:
 
     rules: ClassVar[Rules] = (
         WINDOWS_STAY,
+        INPUTS_ALONE,
         Rule(
             "full_layers",
             lambda own: is_ascending(own.full_layers, range(own.layers)),
@@ -203,6 +215,19 @@ def check_heads(section: str, config: Any, rotary_axes: int) -> None:
         raise ConfigError(
             f"{section}.heads={config.heads}: hidden={config.hidden} must divide into heads whose size is a "
             f"multiple of {2 * rotary_axes}, for rotation over {rotary_axes} axes"
+        )
+
+
+def check_offload(section: str, config: TransformerEncoderConfig) -> None:
+    """Refuse to send more inputs than there are layers behind the first, whose own stays.
+
+    Raises:
+        ConfigError: naming the key under `section`.
+    """
+    if (config.offload or 0) >= config.layers:
+        raise ConfigError(
+            f"{section}.offload={config.offload}: inputs of layers behind the first go to the host, and "
+            f"there are {config.layers} layers: set at most {config.layers - 1}"
         )
 
 

@@ -15,6 +15,7 @@ from omni.llm_config import LLMConfig
 from omni.models.adapter_modules import adapt
 from omni.models.adapters import Lora
 from omni.models.followed import Followed
+from omni.models.kept_inputs import Ways, keep_inputs
 from omni.models.layer_sizes import llm_layers
 from omni.models.layers import layer_submodules, transformer_config
 from omni.models.llm import attach_layer, padded_vocabulary, virtual_stage_layers
@@ -27,7 +28,6 @@ from omni.models.moe import (
     moe_settings,
     update_expert_bias,
 )
-from omni.models.offload_modules import offload_layers
 from omni.models.partition_modules import partition_layers
 from omni.models.regions import Numbering, mark_parallel
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
@@ -173,7 +173,7 @@ class LLMStage:
         if config.recompute_long:
             heed_passes(model.decoder)
         if config.offload:
-            offload_layers(model.decoder, config.offload, self.copies)
+            keep_inputs(model.decoder, config.offload, Ways(self.copies))
         numbering = Numbering(
             first_layer=first,
             first_expert=first_expert(config.mixture.experts, groups) if config.mixture else 0,

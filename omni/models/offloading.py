@@ -1,6 +1,6 @@
 """Layers whose inputs wait on the host, as a statement: what stays on the device, what is on its way.
 
-The modules are `offload_modules.py`. Of a virtual stage of layers 0 to L - 1, layers 1 to n are *offloaded*:
+The modules are `kept_inputs.py`. Of a virtual stage of layers 0 to L - 1, layers 1 to n are *offloaded*:
 their inputs, which the layers in front of them put out, are on the host from the end of their forward to the
 backward of the layer behind them. In units of the stream between layers there are on the device, beside what
 other layers keep and what the pass works with,
@@ -11,10 +11,14 @@ other layers keep and what the pass works with,
 
 What goes hides behind its layer, what comes behind the one that goes back before it: the input of a virtual
 stage's last layer behind none.
+
+Layers of an encoder are alike, and stand in one or several blocks, of each of which layers 1 to n are
+offloaded. Of inputs that tp ranks divide, this rank's part is.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from omni.models.expert_stack import ExpertStack
@@ -73,6 +77,75 @@ class Offloaded:
     def _copies(self) -> int:
         """Inputs that go to the host in a forward, and come back in a backward."""
         return sum(map(self._is_away, range(self.first, self.first + self.layers.layers)))
+
+
+@dataclass(frozen=True)
+class OffloadedBlocks:
+    """Layers of an encoder in blocks that begin with the layers `starts`, of each of which up to `count` are
+    offloaded.
+    """
+
+    stack: Stack
+    starts: tuple[int, ...]
+    count: int
+
+    def weights(self) -> tuple[Weight, ...]:
+        """Of the layers."""
+        return self.stack.weights()
+
+    def forward(self, load: Load) -> Work:
+        """Of the layers, without what goes to the host."""
+        work, part = self.stack.forward(load), self._part(load)
+        away = sum(self._away)
+        return replace(
+            work,
+            kept=work.kept - away * part,
+            workspace=work.workspace + self._more(load, [part * own for own in self._away]),
+            offloaded=away * part,
+            copies=away,
+        )
+
+    def backward(self, load: Load, grad: Grad) -> Work:
+        """Of the layers, with what comes back: the input of a block's last layer behind no other."""
+        work, part = self.stack.backward(load, grad), self._part(load)
+        if grad is Grad.WEIGHT:
+            return work
+        ahead = [False, *self._away[:-1]]
+        coming = [
+            part * (own + (before and number not in self.starts))
+            for number, (own, before) in enumerate(zip(self._away, ahead, strict=True))
+        ]
+        return replace(
+            work,
+            workspace=work.workspace + self._more(load, coming),
+            offloaded=sum(self._away) * part,
+            copies=sum(self._away),
+            late=sum(self._away[stop - 1] for stop in (*self.starts[1:], self.stack.layers)),
+        )
+
+    @cached_property
+    def _away(self) -> list[bool]:
+        """Whether the input of each layer goes to the host."""
+        ends = (*self.starts[1:], self.stack.layers)
+        return [
+            1 <= number <= self.count
+            for start, stop in zip(self.starts, ends, strict=True)
+            for number in range(stop - start)
+        ]
+
+    def _part(self, load: Load) -> int:
+        """Bytes that a rank keeps of the input of a layer behind a block's first."""
+        return self.stack.stream(load.tokens) - self.stack.elsewhere(load)
+
+    def _more(self, load: Load, beside: Sequence[int]) -> int:
+        """Bytes at the fullest moment of a pass, beside what all layers keep on the device and what the last
+        of them works with: `beside` is on its way in each, when none behind it keeps anything.
+        """
+        whole, part = self.stack.stream(load.tokens), self._part(load)
+        here = [
+            0 if away else whole if number in self.starts else part for number, away in enumerate(self._away)
+        ]
+        return max(own - sum(here[number + 1 :]) for number, own in enumerate(beside))
 
 
 def cut(stacks: Sequence[Stack | ExpertStack], count: int) -> Iterator[Stack | ExpertStack]:

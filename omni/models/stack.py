@@ -12,7 +12,7 @@ ranks share them, else T), D width, F feed-forward, N and K heads of queries and
 """
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from omni.models.forward_moments import LINEARS, Tape, layer_forward
 from omni.models.layer import Layer
@@ -54,10 +54,10 @@ class Stack(Layer):
 
     @classmethod
     def of(
-        cls, sizes: LayerSizes, element: int, tp: int = 1, splits_tokens: bool = False, blocks: int = 1
+        cls, sizes: LayerSizes, element: int, tp: int = 1, splits_tokens: bool = False, **more: Any
     ) -> "Stack":
-        """Layers of these sizes in so many blocks on one of `tp` ranks."""
-        return cls(**vars(sizes), element=element, tp=tp, splits_tokens=splits_tokens, blocks=blocks)
+        """Layers of these sizes on one of `tp` ranks."""
+        return cls(**vars(sizes), element=element, tp=tp, splits_tokens=splits_tokens, **more)
 
     def forward(self, load: Load) -> Work:
         """The sum of a divided linear needs a tensor of all tokens before it is scattered."""
@@ -70,7 +70,6 @@ class Stack(Layer):
         made = alone if self.recompute == "full" else self.made(load)
         kept = made.now
         last = 0 if self.keeps_stream(load) else self.stream(load.tokens)
-        elsewhere = self.elsewhere(load)
         return Work(
             flops=of_linears + of_adapters + self.attention_flops(load),
             frozen_flops=of_linears if self.lora is not None else 0,
@@ -80,8 +79,8 @@ class Stack(Layer):
                 *self.of_norms(load),
                 *self.exchanges(load, forward=True),
             ),
-            kept=self.layers * kept + last - self.divided_inputs * elsewhere,
-            workspace=made.most - kept + elsewhere,
+            kept=self.layers * kept + last - self.divided_inputs * self.elsewhere(load),
+            workspace=made.most - kept + self.made_whole(load),
             passing=self.stream(load.tokens) * (1 + (self.layers > 1)) + alone.most,
             launches=self.layers,
         )
@@ -246,6 +245,12 @@ class Stack(Layer):
         stream = self.stream(load.tokens)
         return stream - stream // self.tp if self.divided_inputs else 0
 
+    def made_whole(self, load: Load) -> int:
+        """Bytes that a rank has of divided tensors beside its parts while the last layer runs: of its input
+        and, in a forward, of its output, or else of the gradient in the place of that.
+        """
+        return self.elsewhere(load) * ((self.layers > self.blocks) + self.kept_output)
+
     def layer_kept(self, load: Load) -> int:
         """Bytes that a layer keeps for its backward, its output included and its input not."""
         return self.made(load, graph=self.recompute != "full").now
@@ -278,7 +283,7 @@ class Stack(Layer):
             return start
         again = self.keeping.made(load)
         output = 0 if self.keeping.keeps_stream(load) else self.stream(load.tokens)
-        return max(start + again.now + output, again.most) + self.elsewhere(load)
+        return max(start + again.now + output, again.most) + self.made_whole(load)
 
 
 class Layers(Protocol):

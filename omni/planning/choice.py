@@ -2,10 +2,11 @@
 
 A key is open where `layout.domain`, `layout.context`, `layout.llm.zero`, `packing.divisor` or
 `data.microbatch_tokens` is null, where `model.llm.recompute` is `auto`, or where a section of `POLICIES` has
-the policy `auto`; then `data.sample_tokens` is open, too, unless it is given. `system=omni`, the default,
-leaves open all that are neither of the model nor of the data. Its schedule is `auto` as well, a policy that
-chooses for each step. Where a placement takes ranks, `placement.ranks` is open if it is null:
-`omni.planning.allocation` settles it before anything is chosen.
+the policy `auto`; then `data.sample_tokens` is open, too, unless it is given. With `model.llm.recompute` so
+is what encoders send to the host, where that is null. `system=omni`, the default, leaves open all that are
+neither of the model nor of the data. Its schedule is `auto` as well, a policy that chooses for each step.
+Where a placement takes ranks, `placement.ranks` is open if it is null: `omni.planning.allocation` settles it
+before anything is chosen.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens
 CONTEXT, ZERO = "layout.context", "layout.llm.zero"
 MICROBATCH, BESIDE = "data.microbatch_tokens", "placement.ranks"
 RECOMPUTE, RECOMPUTE_LONG = "model.llm.recompute", "model.llm.recompute_long"
+OF_ENCODERS, OFFLOAD = "model.encoders.", ".offload"
+"""What a key begins and ends with that says how many inputs of an encoder's layers go to the host."""
 PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
 LLM_SP, ENCODER_SP, BALANCE, PAIRING, PACKING = (
     "llm_sp.policy",
@@ -47,14 +50,15 @@ Keys = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate: its keys, the simulated nanoseconds of a step, why it cannot be, if so, and the bytes that
-    a rank would hold `beyond` its device's memory.
+    """A candidate: its keys, the simulated nanoseconds of a step, why it cannot be, if so, the bytes that a
+    rank would hold `beyond` its device's memory, and the most rounds in which a step fits.
     """
 
     keys: Keys
     step_ns: int | None = None
     refused: str = ""
     beyond: int = 0
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -92,19 +96,28 @@ class RunChoice:
 
 
 def text_of(keys: Keys) -> str:
-    """Return keys as they stand on a command line."""
-    return " ".join(f"{key.removesuffix('.policy')}={value}" for key, value in keys.items())
+    """Return keys as they stand on a command line; an encoder's file need not have all of its keys."""
+    return " ".join(
+        f"{'++' * of_encoder(key)}{key.removesuffix('.policy')}={value}" for key, value in keys.items()
+    )
 
 
 def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
     keys = [key for key in (DOMAIN, ZERO, MICROBATCH, PACKS, CONTEXT) if value_of(config, key) is None]
-    keys += [RECOMPUTE, RECOMPUTE_LONG] if value_of(config, RECOMPUTE) == AUTO else []
+    if value_of(config, RECOMPUTE) == AUTO:
+        sent = (f"{OF_ENCODERS}{name}{OFFLOAD}" for name in config.model.encoders)
+        keys += [RECOMPUTE, RECOMPUTE_LONG, *(key for key in sent if value_of(config, key) is None)]
     keys += [key for key in POLICIES if value_of(config, key) == AUTO]
     if keys and config.data.sample_tokens is None:
         keys.append(LONGEST)
     beside = find(PlacementPolicy, config.placement.policy, PLACEMENT).beside
     return [*keys, BESIDE] if beside and config.placement.ranks is None else keys
+
+
+def of_encoder(key: str) -> bool:
+    """Whether a key that is chosen is an encoder's."""
+    return key.startswith(OF_ENCODERS)
 
 
 def unchosen(config: Config) -> Config:
@@ -121,7 +134,7 @@ def unchosen(config: Config) -> Config:
         BESIDE: None,
     }
     plain |= {key: names[0] for key, names in POLICIES.items()}
-    return with_keys(config, {key: plain[key] for key in open_keys(config)})
+    return with_keys(config, {key: plain.get(key) for key in open_keys(config)})
 
 
 def recomputed(llm: LLMConfig) -> tuple[str, str, str]:
@@ -150,7 +163,7 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     among the keys that were `given` nor set by an option. One that empties its section sets nothing.
     """
     empty = {DOMAIN: 1, ZERO: 1, PACKS: 1, CONTEXT: 4096, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
-    empty[RECOMPUTE_LONG] = False
+    empty |= {RECOMPUTE_LONG: False, **dict.fromkeys(filter(of_encoder, saved.choice.keys))}
     values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
     keys = [key for key in keys if key not in given]
@@ -205,4 +218,4 @@ def with_keys(config: Config, keys: Keys) -> Config:
 
 
 def _entry(section: Any, name: str) -> Any:
-    return section[name] if isinstance(section, dict) else getattr(section, name)
+    return section.get(name) if isinstance(section, dict) else getattr(section, name)

@@ -44,6 +44,7 @@ from omni.planning.choice import (
     RunChoice,
     Tried,
     chosen,
+    of_encoder,
     open_keys,
     recomputed,
     text_of,
@@ -51,6 +52,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
+from omni.planning.host_memory import most_sent
 from omni.planning.room import (
     A_REPLICA,
     PLANNED,
@@ -94,6 +96,8 @@ def choose(
     if not keys:
         return make(config)
     start = make(with_keys(unchosen(config), {LONGEST: None}))
+    sent = most_sent(start)
+    keys = [key for key in keys if key in sent or not of_encoder(key)]
     longest, cut = config.data.sample_tokens, ""
     lengths, attempt = lengths_of(samples, begin[1]), partial(tried_out, make=make, begin=begin)
     sizes, held = domain_sizes(config, start, lengths)
@@ -119,32 +123,35 @@ def _search_all(
     lengths: Ints,
     attempt: Try,
 ) -> tuple[Tried, list[Tried]]:
-    """Search by what the LLM recomputes and what of it is divided, if these are open: the usual; where none
+    """Search by what passes keep and what of the LLM is divided, if these are open: the usual; where none
     fits, with weights and gradients divided (ZeRO-3), if that may free enough; where the best candidate does
-    not fit as it is, or not with other packs, what holds least, in domains of any size again, since where
-    none fits large ones look best; at the best of these what takes less in passes that are no longer than a
-    pack, of other packs; and, if it has the usual, what takes least.
+    not fit as it is, or not with other packs, what holds least, inputs of encoders' layers on the host among
+    it, in domains of any size again, since where none fits large ones look best; at the best of these what
+    takes less in passes that are no longer than a pack, of other packs; if it has the usual, what takes
+    least; and whether encoders' inputs stay or go.
     """
     usual, least, quickest = recomputed(config.model.llm)
-    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, usual, 1)
+    sent = {key: count for key, count in most_sent(start).items() if key in keys}
+    stays = dict.fromkeys(sent, 0)
+    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, {RECOMPUTE: usual, **stays})
     pools = [size for size in sizes if size * start.arrangement.llm.cp > 1] if ZERO in keys else []
     freed = _freed(start)
 
-    def tries(recompute: str, zero: int) -> None:
+    def tries(keeping: Keys, zero: int) -> None:
         nonlocal best
-        own = pools if zero > 1 else sizes
-        other, others = _search(config, keys, start, own, longest, lengths, attempt, recompute, zero)
+        own, fixed = pools if zero > 1 else sizes, {**keeping, ZERO: zero}
+        other, others = _search(config, keys, start, own, longest, lengths, attempt, fixed)
         tried.extend(others)
         best = other if gains(other, best) else best
 
     if best.refused and pools and best.beyond < freed:
-        tries(usual, MOST_ZERO)
+        tries({RECOMPUTE: usual, **stays}, MOST_ZERO)
     if RECOMPUTE not in keys:
         return best, tried
     if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
-        tries(least, 1)
+        tries({RECOMPUTE: least, **sent}, 1)
         if best.refused and pools and best.beyond < freed:
-            tries(least, MOST_ZERO)
+            tries({RECOMPUTE: least, **sent}, MOST_ZERO)
 
     def whole_step(own: Keys, beside: Tried | None = None) -> Tried:
         return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
@@ -153,13 +160,24 @@ def _search_all(
         best, packed = _long_anew(best, usual, whole_step)
         tried += packed
     if best.keys[RECOMPUTE] == usual != quickest:
-        # On one whole step, as packs are compared.
-        own = {**best.keys, RECOMPUTE: quickest}
-        now = whole_step(best.keys)
-        other = whole_step(own, now)
-        tried.append(_as_beside(best, now, other))
-        best = tried[-1] if gains(other, now) else best
+        best, other = _changed(best, {RECOMPUTE: quickest}, whole_step)
+        tried.append(other)
+    if sent:
+        goes = any(best.keys[key] for key in sent)
+        # What stays is simpler: what goes must gain by as much.
+        best, other = _changed(best, stays if goes else sent, whole_step, 0 if goes else GAIN)
+        tried.append(other)
     return best, tried
+
+
+def _changed(best: Tried, change: Keys, whole_step: Try, gain: float = GAIN) -> tuple[Tried, Tried]:
+    """Try a candidate with other keys, on one whole step, as packs are compared. Returns which of both is
+    taken, and the other one as it stands among all.
+    """
+    now = whole_step(best.keys)
+    other = whole_step({**best.keys, **change}, now)
+    found = _as_beside(best, now, other)
+    return (found if gains(other, now, gain) else best), found
 
 
 def _long_anew(best: Tried, recompute: str, whole_step: Try) -> tuple[Tried, list[Tried]]:
@@ -201,10 +219,10 @@ def _search(
     longest: int,
     lengths: Ints,
     attempt: Try,
-    recompute: str,
-    zero: int,
+    fixed: Keys,
 ) -> tuple[Tried, list[Tried]]:
-    """Try sizes of domains, without and with sharing; at the best of them sharing less; then other policies.
+    """Try sizes of domains, without and with sharing; at the best of them sharing less; then other policies;
+    with keys that are `fixed`.
 
     Returns the best candidate and all. A single one is not simulated.
     """
@@ -216,18 +234,18 @@ def _search(
 
     def of_size(size: int) -> Iterator[Keys]:
         budget = microbatch_tokens(given, cuts, size, longest)
-        fixed = {
+        of_domain = {
             DOMAIN: size,
             MICROBATCH: budget,
             PACKS: 1 if given else budget // PASS_TOKENS,
-            RECOMPUTE: recompute,
             RECOMPUTE_LONG: False,
-            ZERO: zero,
+            ZERO: 1,
+            **fixed,
             CONTEXT: mean_context(np.minimum(lengths, longest))
             if start.arrangement.llm.pp > 1
             else ANY_CONTEXT,
         }
-        own = {key: fixed[key] for key in keys if key in fixed}
+        own = {key: of_domain[key] for key in keys if key in of_domain}
         return _of_size(size, own, keys, start, longest > budget)
 
     def simulated(own: Keys) -> Tried:
@@ -262,7 +280,7 @@ def _search(
             other = whole_step(found.keys, now)
             found = tried[text_of(found.keys)] = _as_beside(best, now, other)
         best = found if gains(found, best) else best
-    if best.refused and RECOMPUTE in keys and recompute != recomputed(config.model.llm)[1]:
+    if best.refused and RECOMPUTE in keys and fixed[RECOMPUTE] != recomputed(config.model.llm)[1]:
         # What holds less is tried next, and then this again, of smaller packs.
         return best, list(tried.values())
     if CONTEXT in best.keys and best.keys[CONTEXT] != ANY_CONTEXT:

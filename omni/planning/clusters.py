@@ -46,6 +46,7 @@ def cluster_of(config: ClusterConfig, precision: str) -> Cluster:
         issue_ns=config.issue_ns,
         queues=config.queues if _describes_device(config) else "one",
         memory_bytes=config.memory_bytes,
+        host_bytes=config.host_memory_bytes,
         host_per_s=None if host is None else max(1, int(host * shares.host_link)),
     )
 

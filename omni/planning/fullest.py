@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import cast
 
 from omni.config import ConfigError
-from omni.planning.memory import by_kind, model_host, model_peak
+from omni.planning.host_memory import check_host, most_on_host, offloaded, on_host
+from omni.planning.memory import by_kind, model_peak
 from omni.planning.memory_advice import GIB, made_of, remedy
 from omni.planning.optim_schedule import stages_of
 from omni.planning.rank_work import rank_work
@@ -81,16 +82,15 @@ def _peaks(spec: Workload, plan: StepPlan, among: Iterable[int]) -> Iterator[Pea
     return (Peak(plan, work.domain_rank, work.rank, *model_peak(spec, work)) for work in works)
 
 
-def most_on_host(spec: Workload, plan: StepPlan) -> int:
-    """Return the most bytes that passes of any rank of a plan's domain keep on its host at once."""
-    ranks = spec.arrangement.global_ranks(plan.number)
-    return max(model_host(rank_work(spec, plan, rank, messages=False)) for rank in ranks)
-
-
 def beyond(spec: Workload, table: CostTable, plan: StepPlan) -> int:
-    """Return how many bytes the fullest rank of a plan's domain would hold beyond what its device can, at
-    most 0 if it fits; nothing where that is not known.
+    """Return how many bytes the fullest rank of a plan's domain would hold beyond what its device can, or
+    beyond its share of the host's memory, at most 0 if it fits; nothing where these are not known.
     """
+    host, more = spec.cluster.host_bytes, _beyond_device(spec, table, plan)
+    return more if host is None else max(more, most_on_host(spec, table, plan) - host)
+
+
+def _beyond_device(spec: Workload, table: CostTable, plan: StepPlan) -> int:
     most = spec.cluster.memory_bytes
     if most is None:
         return 0
@@ -160,9 +160,10 @@ def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
     samples after them. All domains are planned for it, so this is for worlds of one machine.
 
     Raises:
-        ConfigError: as `check_memory`, or as `check_encoder_bytes`.
+        ConfigError: as `check_memory`, `check_host`, or `check_encoder_bytes`.
     """
-    if spec.cluster.memory_bytes is None and spec.planner.domain.encoder_bytes is None:
+    bounds = spec.cluster.memory_bytes, spec.cluster.host_bytes, spec.planner.domain.encoder_bytes
+    if not any(bounds):
         return
     config = spec.config
     stages = stages_of(config.optim, config.stages, config.train.steps)
@@ -171,6 +172,7 @@ def check_first_steps(spec: RunSpec, step: int, cursor: int) -> None:
         plans = list(spec.planner.distinct_domains(number, cursor))
         for plan in plans:
             spec.planner.verify(plan)
+            check_host(spec, plan, most_on_host(spec, spec.table, plan))
         check_memory(spec, fullest_rank(spec, plans))
         cursor = plans[0].taken.next_cursor
 
@@ -180,8 +182,10 @@ def check_rank(spec: RunSpec, rank: int, plan: StepPlan) -> None:
     that does not fit is run by anyone.
 
     Raises:
-        ConfigError: as `check_memory`.
+        ConfigError: as `check_memory`, or `check_host`.
     """
+    if spec.cluster.host_bytes is not None and offloaded(spec.config.model):
+        check_host(spec, plan, on_host(spec, plan, rank))
     if spec.cluster.memory_bytes is not None:
         domain_rank = spec.arrangement.global_ranks(plan.number).index(rank)
         check_memory(spec, _fullest(spec, plan, [domain_rank]))

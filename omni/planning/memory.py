@@ -88,10 +88,10 @@ def model_host(work: RankWork) -> int:
     """Model the most bytes that passes of a rank keep on its host at once."""
     held = most = 0
     for op in work.domain.ops_of(work.domain_rank):
-        if op.kind is Kind.FORWARD and _goes_back(work, op):
+        if op.kind in (Kind.FORWARD, Kind.ENCODE) and _goes_back(work, op):
             held += work.forward(op).offloaded
             most = max(most, held)
-        elif op.kind is Kind.BACKWARD and _goes_back(work, op) and op.grad is not Grad.WEIGHT:
+        elif op.kind in BACKWARDS and _goes_back(work, op) and op.grad is not Grad.WEIGHT:
             held -= work.forward(op).offloaded
     return most
 

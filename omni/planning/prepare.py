@@ -13,7 +13,7 @@ from typing import Any
 from dataloader.global_batch import Budget
 from dataloader.tokenizer import Tokenizer
 from dataloader.tokens import SampleMeta
-from omni.config import ClusterConfig, Config, ConfigError, ModelConfig
+from omni.config import Config, ConfigError, ModelConfig
 from omni.data_config import DataConfig
 from omni.llm_config import LLMConfig
 from omni.models.llm import NAME as LLM
@@ -40,6 +40,7 @@ from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
 from omni.planning.fullest import beyond, remembering
 from omni.planning.group_planner import GroupPlanner
+from omni.planning.host_memory import check_host_link
 from omni.planning.layouts import check_layout, check_pools, check_vpp, resolve_layout
 from omni.planning.mixture import Mixture, with_positions
 from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, stages_of
@@ -88,14 +89,16 @@ def prepare_run(
     stages = stages_of(config.optim, config.stages, config.train.steps)
     check_stages(stages, (LLM, *encoders))
     check_llm_adapters(config.model.llm)
-    _check_host_link(config.model.llm, config.cluster)
+    check_host_link(config.model, config.cluster)
     _check_adapters_learn(config.model, first_steps(stages, (LLM, *encoders)))
     tokenizer = tokenizer_of(config.data)
     data = opened or open_data(config.data, config.train.seed, encoders, tokenizer, trace)
     check_layouts(encoders, tokenizer.vocab_size, data.mixture.samples_at(begin[1]), begin[1])
 
     def resolve(config: Config, ranks: int = world) -> RunSpec:
-        return _resolve(config, ranks, encoders, tokenizer, data, framework)
+        own = config.model.encoders  # of which keys may be chosen that change nothing of their rows
+        made = encoders if own == plain.model.encoders else make_encoders(own)
+        return _resolve(config, ranks, made, tokenizer, data, framework)
 
     alone = with_keys(plain, {PLACEMENT: COLOCATED.name, BESIDE: None, DOMAIN: None})
     encoder_tp, cursor = arrangement.encoder_tp, begin[1]
@@ -194,19 +197,6 @@ def _of_packs(llm: LLMConfig, data: DataConfig, divisor: int) -> dict[str, Any]:
         "pack_divisor": divisor,
         "kept_tokens": data.pass_tokens // divisor if llm.recompute_long else kept,
     }
-
-
-def _check_host_link(llm: LLMConfig, cluster: ClusterConfig) -> None:
-    """Refuse to send inputs of layers over a link of which nobody has said how fast it is.
-
-    Raises:
-        ConfigError: naming both keys.
-    """
-    if llm.offload and cluster.host_link_bytes_per_s is None:
-        raise ConfigError(
-            f"model.llm.offload={llm.offload}, but cluster={cluster.name} does not say "
-            f"how fast a rank copies to its host: set cluster.host_link_bytes_per_s, or offload=0"
-        )
 
 
 def _check_adapters_learn(model: ModelConfig, learns: Collection[str]) -> None:

@@ -34,7 +34,7 @@ def tried_out(
     that it gains nothing `beside` another candidate of as many steps, no further one is planned.
 
     Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
-    from the best, or if a device cannot hold it, that which holds least.
+    from the best, or if a device cannot hold it, or in rounds alone, that which holds least.
     """
     schedules: tuple[str, ...] = (config.pipeline.policy,)
     if config.pipeline.policy == AUTO and config.layout.llm.pp > 1:
@@ -43,7 +43,7 @@ def tried_out(
     for schedule in schedules:
         other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, begin, steps, beside)
         found = other if found is None or gains(other, found) else found
-        if not found.refused:
+        if not found.refused and found.rounds == 1:
             break
     assert found is not None
     return found
@@ -57,13 +57,14 @@ def _simulated(
         spec = make(config)
     except ValueError as error:
         return Tried(keys, refused=str(error))
-    total, seen, beyond, refused = 0, 0, 0, ""
+    total, seen, beyond, rounds, refused = 0, 0, 0, 1, ""
     first, cursor = begin
     for count in range(1, steps + 1):
         slowest = 0
         for plan in _first_plans(spec, first + count - 1, cursor):
             timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
             slowest, beyond = max(slowest, timeline.makespan_ns), max(beyond, spec.planner.beyond(plan))
+            rounds = max(rounds, plan.domain.rounds)
             so_far = Tried(keys, total + slowest, "beyond" if beyond > 0 else "", beyond)
             if beside is not None and not gains(so_far, beside, 0):
                 break
@@ -74,7 +75,7 @@ def _simulated(
         seen, cursor = seen + len(plan.taken), plan.taken.next_cursor
         if seen >= ENOUGH:
             break
-    return Tried(keys, total // count, refused, beyond)
+    return Tried(keys, total // count, refused, beyond, rounds)
 
 
 def _first_plans(spec: RunSpec, step: int, cursor: int) -> Iterator[StepPlan]:

@@ -9,7 +9,8 @@ from dataclasses import astuple, dataclass
 
 from dataloader.tokens import SampleMeta
 from omni.planning.bound import Bound, step_bound
-from omni.planning.fullest import Peak, fullest_in_team, fullest_team, most_on_host, remembering
+from omni.planning.fullest import Peak, fullest_in_team, fullest_team, remembering
+from omni.planning.host_memory import most_on_host
 from omni.planning.loads import largest, mean_loads, planned_sums, trained_flops
 from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
@@ -86,8 +87,7 @@ def estimate(spec: RunSpec, plans: Iterable[StepPlan]) -> Estimate:
         peak = fullest_team(spec, plan)
         if fullest is None or peak.bytes > fullest.bytes:
             fullest = peak
-        if spec.config.model.llm.offload:
-            host_bytes = max(host_bytes, most_on_host(spec, plan))
+        host_bytes = max(host_bytes, most_on_host(spec, spec.table, plan))
     assert slowest is not None
     assert fullest is not None
     plan, timeline = slowest

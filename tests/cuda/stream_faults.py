@@ -17,7 +17,7 @@ from cuda_steps import run_case
 from parity_matrix import Case
 
 from infra import shard_file
-from omni.models import offload_modules
+from omni.models import kept_inputs
 from omni.rank import inputs, sharded_adamw, state, step, totals
 from omni.rank.part_buckets import PartBuckets
 from omni.rehearsal.findings import ORDER
@@ -227,12 +227,12 @@ def _read_early(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: host
 
 
-def _left_early(kept: offload_modules._Input) -> None:
+def _left_early(kept: kept_inputs._Input) -> None:
     if kept.blocks:
         kept.here = None
 
 
-def _fetched_unseen(kept: offload_modules._Input, copies: Any) -> None:
+def _fetched_unseen(kept: kept_inputs._Input) -> None:
     if kept.blocks:
         kept.copied = None
 
@@ -303,13 +303,13 @@ FAULTS = {
         zero=3,
     ),
     "memory of a layer's input let go before it is copied": Race(
-        offload_modules._Input, "leave", instead(_left_early), ANEW, offload=2
+        kept_inputs._Input, "leave", instead(_left_early), ANEW, offload=2
     ),
     "a layer made anew before its input is back": Race(
-        offload_modules._Input, "fetch", after(_fetched_unseen), ANEW, offload=2
+        kept_inputs._Input, "fetch", after(_fetched_unseen), ANEW, offload=2
     ),
     "a layer's input copied before it is made": Race(
-        offload_modules, "_copy", instead(_copied_at_once), ANEW, offload=2
+        kept_inputs, "_copy", instead(_copied_at_once), ANEW, offload=2
     ),
     "checkpoint written before it is copied": Race(shard_file.Shard, "read", instead(_never_ready)),
     "checkpoint copied on a side stream": Race(state, "pack", on_side_stream),

@@ -97,6 +97,22 @@ def test_inputs_of_layers_go_to_pinned_memory_and_back_without_a_wait(gpu: FakeG
     assert on_gpu.footprint.bytes == pytest.approx(on_cpu.footprint.bytes, rel=0.01)
 
 
+def test_parts_of_inputs_of_an_encoder_go_there_and_back_without_a_wait(gpu: FakeGPU, folder: Path) -> None:
+    """Two ranks gather them, on the stream that computes, behind the copies; projectors are anew, too."""
+    more = ["recompute=full", "layers=8", "offload=6", "taps=[3]"]
+    line = overrides(
+        folder / "mixed",
+        folder / "run",
+        *(f"+model.encoders.image.{key}".replace("+", "+" * (key[0] in "ot")) for key in more),
+        *("layout.llm.tp=2", "+layout.encoders.image.tp=2", "model.llm.layers=2", "train.precision=bf16"),
+        "data.step_samples=2",
+    )
+    found = gpu.run(run_line, line, 2, 1)
+    assert not unexpected(found.findings)
+    assert not found.unknown
+    assert found.footprint.host == run_line(line, 2, 1, torch.device("cpu")).footprint.host > 0
+
+
 @pytest.mark.parametrize("zero", [2, 3])
 def test_partitions_are_gathered_and_scattered_without_a_wait(gpu: FakeGPU, folder: Path, zero: int) -> None:
     more = [f"layout.llm.zero={zero}", "layout.domain=2", "layout.llm.pp=2", "model.llm.recompute=full"]

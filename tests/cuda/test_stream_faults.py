@@ -129,7 +129,7 @@ SAYS = {
     "memory of a layer's input let go before it is copied": (
         "on the default stream may be given",
         "that were freed and copy_ on the stream of omni.models.llm_stage.LLMStage.__init__ (forward",
-        "at omni.models.offload_modules._copy",
+        "at omni.models.kept_inputs._copy",
     ),
     "a layer made anew before its input is back": (
         "backward",

@@ -63,7 +63,7 @@ NOT_RUN = {
 # What ends with another code than 0, as its page says, and what it then names.
 REFUSED = {
     "omni plan --trace longtail experiment=llama3_70b launch.ranks=1024 system=multiplexed "
-    "data.microbatch_tokens=262144 data.step_tokens=4194304": (2, "would hold 112.5 GiB"),
+    "data.microbatch_tokens=262144 data.step_tokens=4194304": (2, "would hold 112.1 GiB"),
 }
 
 _TINY = (

@@ -32,6 +32,7 @@ from omni.planning.choice import (
 from omni.planning.choose import _of_best_size, _packed, _search
 from omni.planning.cut import cut_of
 from omni.planning.fullest import fullest_rank
+from omni.planning.host_memory import most_on_host
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 from omni.planning.room import mean_context
@@ -196,6 +197,45 @@ def test_passes_of_long_samples_alone_are_computed_anew_where_others_have_room()
     assert held(chosen) <= chosen.cluster.memory_bytes
     again = reopened(chosen.config, 2).model.llm
     assert (again.recompute, again.recompute_long) == ("auto", False)
+
+
+def test_inputs_of_encoders_layers_go_to_the_host_where_that_saves_rounds():
+    """An encoder of wide layers, each of which keeps its input alone; what hosts have is known, or not."""
+    wide = ("hidden=256", "heads=4", "ffn=64", "layers=12", "recompute=full")
+    keys = ("layout.llm.pp=4", "model.llm.layers=16", "packing.divisor=1", "pipeline=encode_first")
+    keys += ("cluster.op_overhead_ns=10000000",)  # rounds, which pass through four stages each, take longer
+    keys += tuple(f"model.encoders.image.{key}" for key in wide)
+    host = ("cluster.host_memory_bytes=1000000000",)
+    trace = [SampleMeta(n, "trace", 40, (ItemMeta("image", 1024, 16, 3, ()),), 9) for n in range(24)]
+    offload = "model.encoders.image.offload"
+
+    def made(*more):
+        return prepared(*keys, *more, trace=trace)
+
+    def held(*more):
+        spec = made("model.llm.recompute=full", f"++{offload}=10", "pipeline.rounds=1", *more)
+        return fullest_rank(spec, spec.planner.all_domains(1, 0)).bytes
+
+    auto = ("model.llm.recompute=auto", f"cluster.memory_bytes={held() * 101 // 100}")
+    chosen = made(*auto, *host)
+    assert not chosen.choice.best.refused
+    assert value_of(chosen.config, offload) == 10, "the last layer's input would come back behind nothing"
+    plan = chosen.planner.next_step(1, 0, 0)
+    assert plan.domain.rounds == 1
+    assert most_on_host(chosen, chosen.table, plan) > 0
+    assert f"++{offload}=10" in next(iter(chosen.choice.lines()))
+    again = made(*next(iter(chosen.choice.lines())).removeprefix("chosen: ").split(), auto[1], *host)
+    assert again.planner.next_step(1, 0, 0).digests == plan.digests
+    assert value_of(reopened(chosen.config, 8), offload) is None
+
+    for more in ((), (*host, f"++{offload}=0"), (*host, "cluster.host_link_bytes_per_s=null")):
+        stays = made(*auto, *more)
+        assert not value_of(stays.config, offload)
+        assert stays.planner.next_step(1, 0, 0).domain.rounds > 1
+    little = made(*auto, f"cluster.host_memory_bytes={most_on_host(chosen, chosen.table, plan) - 1}")
+    assert little.planner.next_step(1, 0, 0).domain.rounds > 1, "what is on the host has to have room there"
+    ample = made("model.llm.recompute=auto", "cluster.memory_bytes=100000000000", *host)
+    assert value_of(ample.config, offload) == 0
 
 
 def test_weights_are_divided_where_nothing_else_fits():
@@ -555,9 +595,7 @@ def test_a_balance_that_gains_in_a_short_step_is_asked_about_a_whole_one(samples
         other = 110 if steps == 1 else 90
         return Tried(keys, 10**6 * (other if keys[BALANCE] == "lpt" else 100))
 
-    searched = _search(
-        config, open_keys(config), prepared(), [1], MICROBATCH, np.full(8, 9), attempt, "selective", 1
-    )
+    searched = _search(config, open_keys(config), prepared(), [1], MICROBATCH, np.full(8, 9), attempt, {})
     assert searched[0].keys[BALANCE] == chosen
 
 

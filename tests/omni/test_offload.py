@@ -3,6 +3,7 @@
 import gc
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from omni.__main__ import main
 from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
-from omni.models import offload_modules
+from omni.models import kept_inputs
 from omni.models.llm_stage import LLMStage
+from omni.planning.fullest import check_first_steps, check_rank
+from omni.planning.host_memory import on_host
 from omni.planning.memory_advice import remedy
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec
@@ -31,6 +34,8 @@ from pipeline.costs import simulate
 
 FULL = {"recompute": "full", "schedule": "one_f_one_b"}
 LAYERS = 8
+IMAGE = "model.encoders.image.recompute=full"
+KEYS = r"model\.llm\.offload=2 or model\.encoders\.image\.offload=1"
 ON_TWO = ("layout.llm.pp=2", "pipeline=one_f_one_b", "model.llm.recompute=full", "model.llm.offload=1")
 CASES = {
     "one rank": (5, Case(**FULL)),
@@ -61,19 +66,19 @@ def offloaded(config: Config, count: int) -> Config:
 def measured(rank: int, config: Config, world: int) -> tuple[Measurement | None, int]:
     """Measure a rank, and count what went to its host, all of which came back."""
     sent, taken = [0], [0]
-    send, take = offload_modules._Input.send, offload_modules._Input.take
+    send, take = kept_inputs._Input.send, kept_inputs._Input.take
 
-    def sends(kept: offload_modules._Input, copies: None) -> None:
+    def sends(kept: kept_inputs._Input) -> None:
         sent[0] += 1
-        send(kept, copies)
+        send(kept)
 
-    def takes(kept: offload_modules._Input, copies: None) -> torch.Tensor:
+    def takes(kept: kept_inputs._Input) -> torch.Tensor:
         taken[0] += bool(kept.blocks)
-        return take(kept, copies)
+        return take(kept)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_modules._Input, "send", sends)
-        patch.setattr(offload_modules._Input, "take", takes)
+        patch.setattr(kept_inputs._Input, "send", sends)
+        patch.setattr(kept_inputs._Input, "take", takes)
         measurement = measure(rank, config, world)
     assert sent == taken
     return measurement, sent[0]
@@ -125,7 +130,7 @@ def failed(rank: int, config: Config) -> tuple[list[str], int]:
     trainer = Trainer(prepare_run(config, 1), folder, rank, torch.device("cpu"))
     held: list[weakref.ref[Any]] = []
     at: list[str] = []
-    buffer = offload_modules.host_buffer
+    buffer = kept_inputs.host_buffer
 
     def noted(like: torch.Tensor) -> torch.Tensor:
         made = buffer(like)
@@ -142,7 +147,7 @@ def failed(rank: int, config: Config) -> tuple[list[str], int]:
         return loss(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload_modules, "host_buffer", noted)
+        patch.setattr(kept_inputs, "host_buffer", noted)
         patch.setattr(LLMStage, "loss", failing)
         assert trainer.evaluate(1)
         where[0], fails[0] = "a step", True
@@ -166,6 +171,28 @@ def passes_of(folder: Path, count: int, link: int) -> tuple[list[int], int, RunS
     back = [cost.backward_ns(1000, 0, 0, grad) for grad in (Grad.BOTH, Grad.INPUT, Grad.WEIGHT)]
     step_ns = simulate(plan_of_step(spec, 1).domain, spec.table, False).makespan_ns
     return [cost.forward_ns(1000, 0), *back], step_ns, spec
+
+
+def test_a_pass_of_an_encoder_takes_what_copies_take_longer_than_layers(folder: Path) -> None:
+    """Two ranks keep half of each input; with three of four layers that of the last one is late."""
+
+    def costs(count: int, link: int) -> tuple[list[int], int]:
+        keys = [IMAGE, "model.encoders.image.layers=4", f"+model.encoders.image.offload={count}"]
+        keys += ["layout.llm.tp=2", "+layout.encoders.image.tp=2", "train.precision=fp32"]
+        spec = prepare_run(small(folder, *keys, f"cluster.host_link_bytes_per_s={link}"), 2)
+        cost, width = spec.table.parts["image"], spec.config.model.encoders["image"]["hidden"]
+        back = cost.backward_ns(1000, 0)
+        return [cost.forward_ns(1000, 0), back], 1000 * width // 2 * 4 * 10**9 // link
+
+    for count, late in ((0, 0), (2, 0), (3, 1)):
+        (ahead, back), copy_ns = costs(count, 10**5)
+        assert copy_ns > 10**8, "far longer than a layer"
+        (freely, freely_back), _ = costs(count, 10**15)
+        assert ahead - freely == pytest.approx(count * copy_ns, rel=0.05)
+        assert back - freely_back == pytest.approx(count * copy_ns, rel=0.05)
+        assert (freely, freely_back) == pytest.approx(costs(0, 10**15)[0], rel=1e-3)
+        (_, hidden), copy_ns = costs(count, 10**9)
+        assert hidden - costs(0, 10**9)[0][1] == pytest.approx(late * copy_ns, rel=1e-3)
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -226,9 +253,38 @@ def test_refusals_name_key_value_and_remedy(folder: Path) -> None:
             ["model.llm.recompute_long=true", "layout.llm.zero=3", "layout.domain=2"],
             r"model\.llm\.recompute_long=true with layout\.llm\.zero=3: .*set zero=1, or recompute_long=f",
         ),
+        (
+            ["+model.encoders.image.offload=1"],
+            r"model\.encoders\.image\.offload=1: with recompute=none: .*set recompute=full",
+        ),
+        (
+            [IMAGE, "+model.encoders.image.offload=2"],
+            r"model\.encoders\.image\.offload=2: .*there are 2 layers: set at most 1",
+        ),
+        (
+            [IMAGE, "+model.encoders.image.offload=1", "cluster.host_link_bytes_per_s=null"],
+            r"model\.encoders\.image\.offload=1, but .*set cluster\.host_link_bytes_per_s",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             prepare_run(small(folder, *more), 2)
+
+
+def test_more_than_a_share_of_the_host_is_refused_before_ranks_start_and_by_each_rank(folder: Path) -> None:
+    line = [IMAGE, "+model.encoders.image.offload=1", "model.llm.recompute=full", "model.llm.offload=2"]
+    ample = prepare_run(small(folder, *line), 1)
+    plan = plan_of_step(ample, 1)
+    held = on_host(ample, plan, 0)
+    assert held == rehearse(ample, plan, 0).footprint.host > 0
+    for share, refused in ((held, False), (held - 1, True)):
+        spec = prepare_run(small(folder, *line, f"cluster.host_memory_bytes={share}"), 1)
+        assert (spec.planner.beyond(plan) > 0) == refused
+        for check in (partial(check_first_steps, spec, 1, 0), partial(check_rank, spec, 0, plan)):
+            if not refused:
+                check()
+                continue
+            with pytest.raises(ConfigError, match=rf"cluster\.host_memory_bytes={share} .*lower {KEYS}, or"):
+                check()
 
 
 def test_what_would_hold_less_is_said_where_layers_are_made_anew(folder: Path) -> None:

@@ -16,19 +16,19 @@ Shapes: T patches, V values of a patch, E width of the tower, R rows, D width of
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
 
-from omni.keys import ConfigError, at_least, one_of
+from omni.keys import ConfigError, Rules, at_least, one_of
 from omni.llm_config import RECOMPUTE, LoraConfig
-from omni.models.blocks import Embed, EncoderPart, FinalNorm, Merged, Projector
+from omni.models.blocks import Embed, EncoderPart, FinalNorm, Merged
 from omni.models.encoders.qwen_stem import InterpolatedTable, QwenStem, Reordered
 from omni.models.encoders.qwen_tower import QwenTower
 from omni.models.encoders.transformer import TransformerEncoder
 from omni.models.encoders.vit import window_positions
-from omni.models.layer_sizes import LayerSizes
+from omni.models.layer_sizes import INPUTS_ALONE, LayerSizes
 from omni.models.registry import ItemArrays
 from omni.models.towers.folder import NO_FOLDER, open_tower, weights_of
 from omni.models.towers.images import GridImages
@@ -53,6 +53,9 @@ class QwenViTConfig:
     recompute: str = one_of(RECOMPUTE, "none")
     lora: LoraConfig = field(default_factory=LoraConfig)
     row_break: int | None = at_least(0, None)
+    offload: int | None = at_least(0, None)
+
+    rules: ClassVar[Rules] = (INPUTS_ALONE,)
 
 
 class QwenViT(GridImages, TransformerEncoder):
@@ -70,7 +73,7 @@ class QwenViT(GridImages, TransformerEncoder):
                 "encoder.recompute=selective: costs count attention that is made anew by squared lengths, "
                 "and that of windows has none; choose full or none"
             )
-        shape = replace(own.shape, recompute=config.recompute, lora=config.lora)
+        shape = replace(own.shape, recompute=config.recompute, offload=config.offload, lora=config.lora)
         super().__init__(shape, values=own.values, row_tokens=own.merge**2, axes=2)
         self.axes = 4  # beside row and column the sides of their grid, which interpolation asks for
         if own.windows:
@@ -117,23 +120,26 @@ class QwenViT(GridImages, TransformerEncoder):
         table = (InterpolatedTable(own.table_side, c.hidden, element),) if own.table_side else ()
         return (Embed(self.values, c.hidden, element, own.patch_bias), *table)
 
+    def tap_norm(self) -> Block:
+        """Taps norm neighbours together."""
+        merged = self.config.hidden * self.row_tokens
+        return Merged(FinalNorm(merged, self.config.norm), self.row_tokens)
+
     def work(self, width: int, element: int, tp: int = 1) -> EncoderPart:
-        """State the work; taps norm rows, and rows of windows are put back in order.
+        """State the work; rows of windows are put back in order.
 
         Raises:
             ConfigError: for rows that are not as wide as the LLM.
         """
-        own, c = self.tower, self.config
+        own = self.tower
         if own.out != width:
             raise ConfigError(
                 f"{own.tower.key}: {own.tower.kind.__name__} makes rows of {own.out} numbers, and "
                 f"model.llm.hidden={width}: take an LLM of this width, or name=grid_tower with a projector"
             )
         part = super().work(width, element, tp)
-        project = Projector(c.hidden, self.row_tokens, width, element, tp)
-        tap = Merged(FinalNorm(project.merged, c.norm), self.row_tokens), project
         ordered = (Reordered(self.row_tokens, width, element),) if own.windows else ()
-        return replace(part, tail=(*part.tail[:2], *tap * len(c.taps), *ordered))
+        return replace(part, tail=(*part.tail, *ordered))
 
     def published(self) -> Folder | None:
         """The folder's weights by our names, None where they are drawn.
@@ -189,6 +195,7 @@ class QwenViT(GridImages, TransformerEncoder):
             sizes=self.layers(),
             windowed=self.tower.windows,
             norms_rows=True,
+            device=device,
         )
         return module.to(device)
 

@@ -14,12 +14,13 @@ import torch
 
 from dataloader.format import Item
 from omni.models.adapters import check_adapters
-from omni.models.blocks import Embed, EncoderPart, FinalNorm, Projector, value_bytes
+from omni.models.blocks import Embed, EncoderPart, FinalNorm, ProjectedAnew, Projector, value_bytes
 from omni.models.layer_sizes import (
     LayerSizes,
     TransformerEncoderConfig,
     check_divisible,
     check_heads,
+    check_offload,
     transformer_layers,
 )
 from omni.models.registry import Attention, ItemArrays
@@ -49,6 +50,7 @@ class TransformerEncoder(ABC):
         self, config: TransformerEncoderConfig, *, values: int, row_tokens: int = 1, axes: int = 1
     ) -> None:
         check_heads("encoder", config, rotary_axes=axes)
+        check_offload("encoder", config)
         self.config = config
         check_adapters("encoder", config.lora, Stack.of(self.layers(), 1).linears())
         self.values = values
@@ -88,17 +90,32 @@ class TransformerEncoder(ABC):
         """State the work of the embedding, with `element` bytes a number; weights in the module's order."""
         return (Embed(self.values, self.config.hidden, element),)
 
+    def tap_norm(self) -> Block:
+        """State the norm of what a tap takes in."""
+        return FinalNorm(self.config.hidden, self.config.norm)
+
     def work(self, width: int, element: int, tp: int = 1) -> EncoderPart:
         """Embedding, layers, and a projector at their end and after each tap."""
-        c = self.config
-        tail = (FinalNorm(c.hidden, c.norm), Projector(c.hidden, self.row_tokens, width, element, tp))
+        c, sizes = self.config, self.layers()
+        anew = sizes.recompute == "full"
+        project = Projector(c.hidden, self.row_tokens, width, element, tp)
+        tail, tap = (
+            (ProjectedAnew(norm, project, divided),) if anew else (norm, project)
+            for norm, divided in (
+                (FinalNorm(c.hidden, c.norm), sizes.divides_inputs(tp)),
+                (self.tap_norm(), False),
+            )
+        )
         return EncoderPart(
             stem=self.stem_work(element),
-            stack=Stack.of(self.layers(), element, tp, blocks=1 + len(c.taps)),
-            tail=tail * (1 + len(c.taps)),
+            stack=Stack.of(sizes, element, tp, blocks=1 + len(c.taps), kept_output=anew),
+            tail=tail,
+            taps=tap * len(c.taps),
             width=width,
             token_bytes=value_bytes(self.values, self.axes),
             by_layer=not c.taps,
+            starts=(0, *c.taps),
+            offload=c.offload or 0,
         )
 
     def attention(self) -> Attention:
@@ -136,7 +153,7 @@ class TransformerEncoder(ABC):
 
         stem = self.stem(dtype)
         module = TransformerModule(
-            self.config, stem, self.row_tokens, width, dtype, groups, sizes=self.layers()
+            self.config, stem, self.row_tokens, width, dtype, groups, sizes=self.layers(), device=device
         )
         return module.to(device)
 

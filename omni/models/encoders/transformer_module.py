@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from omni.models.adapter_modules import adapt
 from omni.models.adapters import Lora
 from omni.models.attention import PackedCoreAttention
-from omni.models.divided_inputs import divide_inputs
+from omni.models.kept_inputs import Ways, computed_anew, keep_inputs
 from omni.models.layer_sizes import LayerSizes, TransformerEncoderConfig, transformer_layers
 from omni.models.layers import layer_submodules, transformer_config
 from ops.norm import Norm
@@ -28,7 +28,8 @@ class TransformerModule(torch.nn.Module):
     neighbours are projected too.
 
     The layers are of `sizes`, those of `config` unless given; the ones in `windowed`, counted from 0, attend
-    as `PackedTokens.windowed` says. With `norms_rows` a tap norms neighbours together.
+    as `PackedTokens.windowed` says. With `norms_rows` a tap norms neighbours together. On a `device` that
+    is a GPU inputs go to the host and back on a stream of their own.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TransformerModule(torch.nn.Module):
         sizes: LayerSizes | None = None,
         windowed: Collection[int] = (),
         norms_rows: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -67,9 +69,13 @@ class TransformerModule(torch.nn.Module):
             )
             for start, stop in pairwise([0, *config.taps, config.layers])
         ]
-        if sizes.divides_inputs(groups.tp.size()):
+        divides = sizes.divides_inputs(groups.tp.size())
+        on_gpu = device is not None and device.type == "cuda"
+        copies = torch.cuda.Stream(device) if config.offload and on_gpu else None
+        self.ways = Ways(copies, groups.tp if divides else None)
+        if divides or config.offload:
             for block in blocks:
-                divide_inputs(block, groups.tp)
+                keep_inputs(block, config.offload or 0, self.ways)
         self.block, self.tapped = blocks[0], torch.nn.ModuleList(blocks[1:])
         normed = self.merged if norms_rows else config.hidden
         self.final_norm = Norm(self.config, config.hidden, sizes.norm_eps)
@@ -105,13 +111,23 @@ class TransformerModule(torch.nn.Module):
         tapped = []
         for projector, block in zip(self.tap_projectors, self.tapped, strict=True):
             assert isinstance(projector, torch.nn.ModuleDict)
-            tapped.append(self._rows(hidden.squeeze(1), *projector.values()))
+            # The block behind it keeps the same whole.
+            tapped.append(self._rows(hidden.squeeze(1), Ways(), *projector.values()))
             hidden = block(hidden, None, packed_seq_params=packed)
-        rows = self._rows(hidden.squeeze(1), self.final_norm, self.projector_in, self.projector_out)
+        ends = self.final_norm, self.projector_in, self.projector_out
+        rows = self._rows(hidden.squeeze(1), self.ways, *ends)
         return torch.cat([rows, *tapped]) if tapped else rows
 
-    def _rows(self, hidden: torch.Tensor, norm: Any, linear_in: Any, linear_out: Any) -> torch.Tensor:
-        """Tokens [T, E] → rows [R, D]."""
+    def _rows(
+        self, hidden: torch.Tensor, ways: Ways, norm: Any, linear_in: Any, linear_out: Any
+    ) -> torch.Tensor:
+        """Tokens [T, E] → rows [R, D]; computed anew where layers are."""
+        run = partial(self._projected, norm, linear_in, linear_out)
+        if self.config.recompute_granularity == "full" and torch.is_grad_enabled():
+            return computed_anew(run, hidden, ways)
+        return run(hidden)
+
+    def _projected(self, norm: Any, linear_in: Any, linear_out: Any, hidden: torch.Tensor) -> torch.Tensor:
         neighbours = norm(hidden.view(-1, *norm.shape)).view(-1, self.merged)
         rows: torch.Tensor = linear_out(F.gelu(linear_in(neighbours)))
         return rows
