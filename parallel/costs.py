@@ -44,8 +44,8 @@ class WorkCost:
     layers, but for `late` of them on the way back. Reducing gradients, once a step, takes `reduce_ns`,
     and gathering updated weights `gather_ns`, in so many `pieces`, each of some layers. Of a pass so many
     layers are `followed`: behind each something else may be sent. A forward keeps `kept_token` bytes for each
-    token until its backward. Passes whose layers are all computed anew cost as `anew` says, None if that is
-    no other.
+    token until its backward, which works with `working_token` bytes beside. Passes whose layers are all
+    computed anew cost as `anew` says, None if that is no other.
     """
 
     stated: Laws
@@ -63,6 +63,7 @@ class WorkCost:
     pieces: int = 1
     followed: int = 1
     kept_token: int = 0
+    working_token: int = 0
     learnt: Laws | None = None
     anew: "WorkCost | None" = None
 
@@ -316,6 +317,7 @@ def _work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int, overlaps: bo
         followed=max(1, part.layers) if part.by_layer and overlaps else 1,
         gather_ns=collectives_ns([one for one in once if one.kind == "all_gather"], axes),
         kept_token=-(-forward[0].kept // _REFERENCE),
+        working_token=input_[0].workspace // _REFERENCE,
     )
 
 

@@ -24,7 +24,7 @@ Refused = tuple[DomainPlan, int]
 def quickest_first(
     planned: Sequence[DomainPlan],
     in_other_orders: Callable[[DomainPlan], Iterable[DomainPlan]],
-    shallower: Callable[[DomainPlan], Iterable[DomainPlan]],
+    otherwise: Callable[[DomainPlan, int], Iterable[DomainPlan]],
     beyond: Callable[[DomainPlan], int],
     leaner: Callable[[Sequence[Refused]], Iterable[DomainPlan]],
     queued: Callable[[DomainPlan], DomainPlan],
@@ -33,9 +33,9 @@ def quickest_first(
 ) -> Iterator[DomainPlan]:
     """Yield plans that are not `beyond` what devices hold, in bytes, in the order of their simulated times;
     then `leaner` plans that are not, and of those that are the one that is least, all with the lists that
-    `queued` makes of them. The quickest candidate that fits is planned `in_other_orders`, too. Of one that
-    does not fit `shallower` plans are made, if there are any; leaner ones of all that do not, quicker ones
-    first, given with the bytes that they are beyond.
+    `queued` makes of them. The quickest candidate that fits is planned `in_other_orders`, too. One that does
+    not fit is planned `otherwise`, given with the bytes that it is beyond; leaner plans are made of all that
+    do not, quicker ones first.
     """
     runs = [run_freely(each, *plan_costs(each, table)) for each in planned]
     queue = [(free.makespan_ns, at, False, free.domain) for at, free in enumerate(runs)]
@@ -55,7 +55,7 @@ def quickest_first(
             others.append((more, made))
             if not ordered:
                 refused.append((made, more))
-                consider(shallower(made))
+                consider(otherwise(made, more))
         else:
             if not ordered:
                 ordered = True

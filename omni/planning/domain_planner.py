@@ -23,7 +23,7 @@ from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.models.item_layout import LayoutOf, plain_layout
 from omni.planning.candidates import Refused, quickest_first
 from omni.planning.microbatches import ReplicaPacks, encoded_with, microbatch_of, packed
-from omni.planning.rounds import batches_of_rounds, rounds_to_try, starts_of
+from omni.planning.rounds import PORTIONS, batches_of_rounds, rounds_to_try, starts_of, workspace_at_once
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import EncoderBatching, Sharing, make_encoder_batches, make_even_encoder_batches
 from parallel.boundary import Route
@@ -52,9 +52,10 @@ is full, none can take more of the tokens that cost less than others, and all wa
 """
 
 
-Batched = Callable[[Pairs, int, bool, int], tuple[DomainPlan, list[int]]]
+Batched = Callable[[Pairs, int, int, int], tuple[DomainPlan, list[int]]]
 """A domain with encoder batches, and the first microbatches of its rounds: from the packs that pass together,
-the encoder batches of each tp group in a round, whether encoder batches are coarse, and the number of rounds.
+the encoder batches of each tp group in a round, how many hold what is shared of it if these are coarse, else
+0, and the number of rounds.
 """
 
 
@@ -165,7 +166,7 @@ class DomainPlanner:
             return self.pairing.orders(*asked) if filled else (self.pairing(*asked),)
 
         @cache
-        def batched(pairs: Pairs, each: int, coarse: bool, rounds: int) -> tuple[DomainPlan, list[int]]:
+        def batched(pairs: Pairs, each: int, coarse: int, rounds: int) -> tuple[DomainPlan, list[int]]:
             """With encoder batches for a schedule; where these stay where they are, with routes."""
             ordered, waves = in_order(pairs, reductions)
             starts = starts_of(ordered, rounds, self.table)
@@ -237,22 +238,31 @@ class DomainPlanner:
         candidates = candidates_of(self.schedule, vpp, pp, guarded=self.guarded)
         of_name = {policy.name: policy for each in candidates for policy in (each, each.shallower) if policy}
 
-        def scheduled(policy: SchedulePolicy, rounds: int) -> DomainPlan:
+        def scheduled(policy: SchedulePolicy, rounds: int, portions: int = 1) -> DomainPlan:
             pairs = orders(policy.fills_gaps)[0]
-            return self._scheduled(batched, ranks, frozen, policy, pairs, rounds)
+            return self._scheduled(batched, ranks, frozen, policy, pairs, rounds, portions)
+
+        # By schedule: the portions of its last plan, and the bytes that the one before was beyond.
+        tried: dict[str, tuple[int, int]] = {}
 
         def in_other_orders(plan: DomainPlan) -> Iterator[DomainPlan]:
             policy = of_name[plan.schedule]
+            portions, _ = tried.get(plan.schedule, (1, 0))
             for pairs in orders(policy.fills_gaps)[1:]:
-                yield self._scheduled(batched, ranks, frozen, policy, pairs, self.rounds or 1)
+                yield self._scheduled(batched, ranks, frozen, policy, pairs, self.rounds or 1, portions)
 
-        def shallower(plan: DomainPlan) -> Iterator[DomainPlan]:
-            policy = of_name[plan.schedule].shallower
-            if policy is not None and self.schedule.candidates:
-                yield scheduled(policy, self.rounds or 1)
+        def otherwise(plan: DomainPlan, more: int) -> Iterator[DomainPlan]:
+            policy = of_name[plan.schedule]
+            portions, before = tried.get(plan.schedule, (1, more + 1))
+            if policy.shallower is not None and self.schedule.candidates and portions == 1:
+                yield scheduled(policy.shallower, self.rounds or 1)
+            if portions < PORTIONS and workspace_at_once(plan, self.table) >= more and more < before:
+                tried[plan.schedule] = 2 * portions, more
+                yield scheduled(policy, self.rounds or 1, 2 * portions)
 
         def leaner(refused: Sequence[Refused]) -> Iterator[DomainPlan]:
-            ahead = [each for each in refused if of_name[each[0].schedule].encodes_ahead]
+            whole = {plan.schedule: (plan, more) for plan, more in reversed(refused)}  # in no portions
+            ahead = [each for each in reversed(whole.values()) if of_name[each[0].schedule].encodes_ahead]
             for number, rounds in rounds_to_try(ahead if self.rounds is None else (), self.table):
                 yield scheduled(of_name[ahead[number][0].schedule], rounds)
             for policy in lean_of(self.schedule, vpp):
@@ -266,7 +276,7 @@ class DomainPlanner:
             yield self._with_one_queue(planned[0])
             return
         one_queue = self._with_one_queue, self.table, self.single_queue
-        yield from quickest_first(planned, in_other_orders, shallower, beyond, leaner, *one_queue)
+        yield from quickest_first(planned, in_other_orders, otherwise, beyond, leaner, *one_queue)
 
     def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
         """Plan one token more of samples whose sequences a forward pass has left whole on cp ranks of the
@@ -304,13 +314,14 @@ class DomainPlanner:
         policy: SchedulePolicy,
         pairs: Pairs,
         rounds: int,
+        portions: int = 1,
     ) -> DomainPlan:
         """Plan the encoder batches, routes and ops of a domain of global `ranks` by one schedule in so many
         rounds, ops for a queue for each communicator. Encoder batches are coarse where the schedule allows
-        that and nothing bounds what encoders hold.
+        that and nothing bounds what encoders hold; all that is shared is in so many `portions` then.
         """
         most = self.encoder_bytes
-        coarse = most is None and (policy.at_once or policy.fills_gaps)
+        coarse = portions if most is None and (policy.at_once or policy.fills_gaps) else 0
         each = policy.encoder_batches_for(-(-len(pairs) // rounds), most is not None)
         domain, starts = batched(pairs, each, coarse, rounds)
         domain = replace(
@@ -325,17 +336,17 @@ class DomainPlanner:
         return self._with_ops(domain, without_frozen(order, domain, frozen))
 
     def _encoder_batches(
-        self, domain: DomainPlan, waves: Sequence[int], each: int = 0, coarse: bool = False
+        self, domain: DomainPlan, waves: Sequence[int], each: int = 0, coarse: int = 0
     ) -> tuple[EncoderBatch, ...]:
         """Make encoder batches of a domain's items, each encoded with the microbatch that `waves` tell: so
         many for each tp group, if any, else one for each wave. They are `coarse` where starting them takes
-        long: fewer of them, or those of a schedule that encodes all items at once.
+        long: fewer of them, or those of a schedule that encodes all items at once, in so many portions.
         """
         encoder_batching = (
             partial(make_even_encoder_batches, count=each, coarse=coarse) if each else self.encoder_batching
         )
         if coarse and encoder_batching is make_encoder_batches:
-            encoder_batching = partial(make_encoder_batches, at_once=True)
+            encoder_batching = partial(make_encoder_batches, at_once=coarse)
         return encoder_batching(domain.items, self._tp_groups, self.sharing, self.table.parts, waves)
 
     def _with_ops(self, domain: DomainPlan, order: Order) -> DomainPlan:

@@ -1,8 +1,11 @@
-"""How a step is divided into rounds, each of which is encoded, passed and gone back through before the next.
+"""How a step that no device can hold is divided: what ranks share of it at once into portions, or all of it
+into rounds, each of which is encoded, passed and gone back through before the next.
 
-Encoders keep most of what a step of many samples holds. In as few rounds as leave room for what they keep, a
-step takes a few percent more; a schedule that encodes just in time instead keeps less than any, and waits for
-the slowest rank in each microbatch.
+A layer of an encoder that is computed anew works with all tokens of an encoder batch. For example, with
+41 GiB if a million tokens a rank are shared at once, and with 23 if half of them are, which takes 1 % longer.
+Encoders also keep most of what a step of many samples holds. In as few rounds as leave room for that, a step
+takes 5 to 10 % more; a schedule that encodes just in time instead keeps less than any, and waits for the
+slowest rank in each microbatch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +18,7 @@ from pipeline.domain_plan import DomainPlan, EncoderBatch
 from pipeline.ops import Kind
 
 TRIES = 4  # numbers of rounds that are tried for a step that fits in fewer of none
+PORTIONS = 8  # encoder batches at most that all that is shared of a step comes in, where it may be one
 
 
 def starts_of(domain: DomainPlan, rounds: int, table: CostTable) -> list[int]:
@@ -62,6 +66,21 @@ def batches_of_rounds(
     return tuple(found)
 
 
+def workspace_at_once(plan: DomainPlan, table: CostTable) -> int:
+    """Bytes that layers work with in the largest encoder batch that several ranks share at once: portions and
+    rounds leave less of it.
+    """
+    return max(
+        (
+            table.parts[batch.component].working_token * batch.layout.local_tokens(cp_rank)
+            for batch in plan.encoder_batches
+            if len(batch.microbatches) > 1 and batch.layout.num_cp_ranks > 1
+            for cp_rank in range(batch.layout.num_cp_ranks)
+        ),
+        default=0,
+    )
+
+
 def rounds_to_try(refused: Sequence[tuple[DomainPlan, int]], table: CostTable) -> Iterator[tuple[int, int]]:
     """Yield which of the plans of one round that do not fit to make again, by number, in how many rounds;
     each is given with the bytes that it is beyond what a device holds.
@@ -80,11 +99,14 @@ def rounds_to_try(refused: Sequence[tuple[DomainPlan, int]], table: CostTable) -
 
 
 def _fewest(plan: DomainPlan, beyond: int, table: CostTable) -> int | None:
-    """Return the fewest rounds in which what encoders keep may fit, None if nothing of it does."""
+    """Return the fewest rounds in which what encoders keep and work with may fit, None if nothing of it
+    does.
+    """
     kept = plan_memory(plan, table)
     encoded = max(
         sum(kept(team * plan.team, op) for op in ops if op.kind is Kind.ENCODE)
         for team, ops in enumerate(plan.ops)
     )
+    encoded += workspace_at_once(plan, table)
     room = encoded - beyond
     return None if room <= 0 else max(2, -(-encoded // room))

@@ -108,16 +108,16 @@ def make_encoder_batches(
     sharing: Mapping[str, Sharing],
     costs: Mapping[str, WorkCost],
     waves: Sequence[int],
-    at_once: bool = False,
+    at_once: int = 0,
 ) -> tuple[EncoderBatch, ...]:
     """Share the items of a domain among the tp groups of their components, or place them whole.
 
     `waves` tell the microbatch with which each item is encoded, that of its sample or one before it. Items of
     one wave on one tp group are an encoder batch; if any item of a wave is shared, all its items of that
     component are one encoder batch of all tp groups. `costs` are those of each component. Where the schedule
-    encodes all items `at_once`, the shared ones of all waves of a component may be one encoder batch, if that
-    takes less time, and whole ones of consecutive waves on one tp group are one encoder batch, as long as
-    starting it takes more than 1 / `WORTH` of it.
+    encodes all items `at_once`, the shared ones of all waves of a component may be one encoder batch, or so
+    many that are alike, if one takes less time, and whole ones of consecutive waves on one tp group are one
+    encoder batch, as long as starting it takes more than 1 / `WORTH` of it.
     """
     encoder_batches = [
         batch
@@ -156,7 +156,7 @@ def make_even_encoder_batches(
     costs: Mapping[str, WorkCost],
     waves: Sequence[int],
     count: int,
-    coarse: bool = False,
+    coarse: int = 0,
 ) -> tuple[EncoderBatch, ...]:
     """Share the items of a domain as `make_encoder_batches` does, but leave open who takes those that stay
     whole.
@@ -252,9 +252,9 @@ def _shared_encoder_batches(
     tp_groups: Sequence[TpGroup],
     sharing: Sharing,
     waves: Sequence[int],
-    at_once: bool = False,
+    at_once: int,
 ) -> Iterator[EncoderBatch]:
-    """The waves of which items are shared, or all of them as one."""
+    """The waves of which items are shared, or all of them as so many `at_once`."""
     batches: dict[int, list[int]] = defaultdict(list)
     for number, item in enumerate(items):
         if item.component == component:
@@ -266,18 +266,28 @@ def _shared_encoder_batches(
     even_ns, whole_ns = sum(costs) // sharing.num_cp_ranks, _makespan(costs, sharing.num_cp_ranks)
     if whole_ns <= EVEN * even_ns and not sharing.policy.forced:
         return  # whatever is shared takes no less than even work
-    together = sharing.layout([[items[i].tokens for i in numbers]]) if at_once and len(lengths) > 1 else None
-    together_ns = whole_ns if together is None else sharing.slowest_ns(together)
-    if together is not None and together_ns <= EVEN * even_ns:
+    layouts, shared, together = dict[int, SequenceLayout](), list[int](), None
+    together_ns = whole_ns
+    if at_once and len(lengths) > 1:
+        together = sharing.layout([[items[i].tokens for i in numbers]])
+        together_ns = sharing.slowest_ns(together)
+    if together is None or together_ns > EVEN * even_ns:
+        layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
+        shared = worth_sharing(lengths, layouts, sharing)
+        if not shared or together_ns >= _taken_ns(shared, lengths, layouts, sharing):
+            together = None
+    if together is None:
+        for microbatch in shared:
+            yield _encoder_batch(items, batches[microbatch], everyone, layouts[microbatch], sharing)
+    elif at_once == 1:
         yield _encoder_batch(items, numbers, everyone, together, sharing)
-        return
-    layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
-    shared = worth_sharing(lengths, layouts, sharing)
-    if together is not None and shared and together_ns < _taken_ns(shared, lengths, layouts, sharing):
-        yield _encoder_batch(items, numbers, everyone, together, sharing)
-        return
-    for microbatch in shared:
-        yield _encoder_batch(items, batches[microbatch], everyone, layouts[microbatch], sharing)
+    else:
+        # Dealt from the longest item on, so that all portions have long and short ones.
+        dealt = [numbers[at] for at in sorted(range(len(numbers)), key=lambda at: -costs[at])]
+        for first in range(at_once):
+            if own := sorted(dealt[first::at_once]):
+                layout = sharing.layout([[items[number].tokens for number in own]])
+                yield _encoder_batch(items, own, everyone, layout, sharing)
 
 
 def worth_sharing(

@@ -27,6 +27,7 @@ from parallel.schemes import sequence_cost
 from parallel.tiles import AttentionShape
 from pipeline.builders import SchedulePolicy
 from pipeline.domain_plan import EncoderBatch, PlannedItem
+from pipeline.plan import StepPlan
 
 RANKS, UNIT = 8, 4
 LINK = Link(2_000, 10**11)
@@ -41,7 +42,7 @@ def sharing_by(policy: str) -> Sharing:
 
 
 def planned(
-    policy: str, batches: list[list[int]], at_once: bool = False, costs: Mapping[str, WorkCost] = TABLE.parts
+    policy: str, batches: list[list[int]], at_once: int = 0, costs: Mapping[str, WorkCost] = TABLE.parts
 ) -> tuple[EncoderBatch, ...]:
     """The encoder batches of a step whose microbatches have items of so many tokens."""
     items = [
@@ -108,7 +109,7 @@ def test_items_of_all_microbatches_at_once_take_no_longer(policy):
     gains, merged = [], 0
     for seed in range(12):
         batches = heavy_tailed(8, 6, seed, 2.0)
-        apart, encoder_batches = planned(policy, batches), planned(policy, batches, at_once=True)
+        apart, encoder_batches = planned(policy, batches), planned(policy, batches, at_once=1)
         assert sorted(i for encoder_batch in encoder_batches for i in encoder_batch.items) == list(
             range(8 * 6)
         )
@@ -118,7 +119,19 @@ def test_items_of_all_microbatches_at_once_take_no_longer(policy):
     assert merged > 6
     assert sum(gains) / 12 > 1.004, gains
     even = [[400] * 16] * 6
-    assert planned(policy, even, at_once=True) == planned(policy, even), "which balance whole"
+    assert planned(policy, even, at_once=1) == planned(policy, even), "which balance whole"
+
+
+@pytest.mark.parametrize("portions", [2, 4])
+def test_what_is_shared_at_once_comes_in_portions_of_about_even_work(portions):
+    batches = heavy_tailed(8, 24, 1, 2.0)
+    one, several = (planned("dynamic", batches, at_once=count) for count in (1, portions))
+    assert len(one) == 1
+    assert len(several) == portions
+    assert sorted(i for batch in several for i in batch.items) == list(range(8 * 24))
+    whole, most = (max(of.share(rank).tokens for of in own for rank in of.ranks) for own in (one, several))
+    assert most <= 1.5 * whole / portions
+    assert encode_ns(several) < 1.1 * encode_ns(one)
 
 
 def dear(starting_ns: int) -> dict[str, WorkCost]:
@@ -133,7 +146,7 @@ def test_whole_items_are_encoded_in_as_few_encoder_batches_as_starting_them_is_w
     """Items of 20 ms, two a tp group and wave: 64 times a start of 0.625 ms are those of a wave."""
     batches, costs = [[4000] * 16] * 12, dear(1_000 * starting_us)
     apart = planned("none", batches, costs=costs)
-    encoder_batches = planned("none", batches, at_once=True, costs=costs)
+    encoder_batches = planned("none", batches, at_once=1, costs=costs)
     of_tp_group = {
         ranks: [c.microbatches for c in encoder_batches if c.ranks == ranks] for ranks in TP_GROUPS["eye"]
     }
@@ -151,7 +164,7 @@ def test_waves_that_are_worth_an_encoder_batch_stay_apart_and_small_ones_join_th
     """
     large, small = [4000] * 16, [400] * 16
     batches = [small, small, large, large, small, large, small]
-    encoder_batches = planned("none", batches, at_once=True, costs=dear(250_000))
+    encoder_batches = planned("none", batches, at_once=1, costs=dear(250_000))
     assert {encoder_batch.microbatches for encoder_batch in encoder_batches} == {(0, 1, 2), (3,), (4, 5, 6)}
 
 
@@ -159,7 +172,7 @@ def test_starting_encoder_batches_takes_little_of_a_step():
     costs, numbers = dear(500_000), set[int]()
     for seed in range(6):
         batches = heavy_tailed(16, 12, seed, 1.0)
-        encoder_batches = planned("none", batches, at_once=True, costs=costs)
+        encoder_batches = planned("none", batches, at_once=1, costs=costs)
         work = sum(costs["eye"].marginal_ns(n, n * n) for of in batches for n in of)
         assert sorted(i for encoder_batch in encoder_batches for i in encoder_batch.items) == list(
             range(16 * 12)
@@ -181,7 +194,7 @@ def test_encoder_batches_are_as_few_as_starting_them_is_worth(starting_us, each)
     items = [PlannedItem("eye", 0, 0, number // 16, 4000, 1000, 0) for number in range(12 * 16)]
     rest = (TP_GROUPS, {"eye": sharing_by("none")}, costs, [item.microbatch for item in items], 24)
     assert len(make_even_encoder_batches(items, *rest)) == 24 * RANKS
-    encoder_batches = make_even_encoder_batches(items, *rest, coarse=True)
+    encoder_batches = make_even_encoder_batches(items, *rest, coarse=1)
     assert len(encoder_batches) == each * RANKS
     assert [i for encoder_batch in encoder_batches for i in encoder_batch.items] == list(range(12 * 16))
 
@@ -266,6 +279,28 @@ def test_items_are_encoded_at_once_round_by_round_where_devices_hold_no_more(sch
 
     assert (waves(), waves(rounds=99)) == (2, 1)
     assert waves(rounds=1) == (1 if schedule == "auto" else 4), "auto may encode just in time"
+
+
+@pytest.mark.parametrize("schedule", ["encode_first", "zero_bubble_h1", "auto"])
+def test_what_is_shared_at_once_comes_in_portions_where_layers_cannot_work_with_all_of_it(schedule):
+    """Portions of a third of the tokens fit, or rounds of so many: the former take less time."""
+    made = heavy_step(schedule)
+    costs = made.domain.table
+    eye = replace(costs.parts["eye"], kept_token=1, working_token=1)
+
+    def most(plan: StepPlan) -> int:
+        batches = plan.domain.encoder_batches
+        return max(batch.share(rank).tokens for batch in batches for rank in batch.ranks)
+
+    room = most(made.next_step(1, 0, 0)) // 3
+    domain = replace(made.domain, table=replace(costs, parts={**costs.parts, "eye": eye}))
+    made = replace(made, domain=domain, beyond=lambda plan: most(plan) - room)
+    plan = made.next_step(1, 0, 0)
+    made.verify(plan)
+    assert most(plan) <= room
+    assert plan.domain.rounds == 1
+    shared = [batch for batch in plan.domain.encoder_batches if batch.layout.num_cp_ranks > 1]
+    assert len(shared) in (4, 8)
 
 
 def test_items_that_balance_over_the_step_stay_whole():
