@@ -142,7 +142,8 @@ def test_orphans_of_ranks_are_reaped_and_processes_have_names(serving):
     while psutil.Process(rank.pid).name() != "omni-rank-1":
         assert time.monotonic() < until
         time.sleep(0.01)
-    left = psutil.Process(subprocess.Popen(["sleep", "0"]).pid)
+    child = subprocess.Popen(["sleep", "0"])  # kept: who drops it reaps it if it has ended by then
+    left = psutil.Process(child.pid)
     while left.status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)
     server.reap()
