@@ -157,7 +157,11 @@ def _encoder(rng: random.Random, tp: int) -> list[str]:
         "patch": 14,
         "max_tokens": rng.choice((256, 1024, 4096)),
     }
-    keys = [f"model.encoders.image.{key}={value}" for key, value in sizes.items()]
+    if sizes["recompute"] == "full":
+        sizes["offload"] = rng.randint(0, sizes["layers"] - 1)
+        taps = sorted(rng.sample(range(1, sizes["layers"]), rng.randint(0, sizes["layers"] // 3)))
+        sizes["taps"] = rng.choice(([], taps))
+    keys = [f"++model.encoders.image.{key}={value}" for key, value in sizes.items()]
     return [*keys, f"+layout.encoders.image.tp={own}"]
 
 

@@ -264,7 +264,10 @@ class DomainPlanner:
             whole = {plan.schedule: (plan, more) for plan, more in reversed(refused)}  # in no portions
             ahead = [each for each in reversed(whole.values()) if of_name[each[0].schedule].encodes_ahead]
             for number, rounds in rounds_to_try(ahead if self.rounds is None else (), self.table):
-                yield scheduled(of_name[ahead[number][0].schedule], rounds)
+                plan = scheduled(of_name[ahead[number][0].schedule], rounds)
+                yield plan
+                if workspace_at_once(plan, self.table):
+                    yield scheduled(of_name[plan.schedule], rounds, 2)
             for policy in lean_of(self.schedule, vpp):
                 yield scheduled(policy, 1)
 
