@@ -158,9 +158,10 @@ def _encoder(rng: random.Random, tp: int) -> list[str]:
         "max_tokens": rng.choice((256, 1024, 4096)),
     }
     if sizes["recompute"] == "full":
-        sizes["offload"] = rng.randint(0, sizes["layers"] - 1)
-        taps = sorted(rng.sample(range(1, sizes["layers"]), rng.randint(0, sizes["layers"] // 3)))
-        sizes["taps"] = rng.choice(([], taps))
+        more = random.Random(repr(sizes))  # of its own: seeds draw the cases that they drew before
+        sizes["offload"] = more.randint(0, sizes["layers"] - 1)
+        taps = sorted(more.sample(range(1, sizes["layers"]), more.randint(0, sizes["layers"] // 3)))
+        sizes["taps"] = more.choice(([], taps))
     keys = [f"++model.encoders.image.{key}={value}" for key, value in sizes.items()]
     return [*keys, f"+layout.encoders.image.tp={own}"]
 

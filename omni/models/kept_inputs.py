@@ -174,9 +174,8 @@ def computed_anew(
     kept = _Input(hidden, None, ways)
 
     def pack(saved: torch.Tensor) -> _Input | torch.Tensor:
-        return (
-            kept.keep() if saved is kept.here else saved
-        )  # the graph holds this function, and what it names
+        # The graph holds this function, and what it names.
+        return kept.keep() if saved is kept.here else saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
         found: torch.Tensor = checkpoint(run, False, hidden)
