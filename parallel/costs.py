@@ -44,8 +44,8 @@ class WorkCost:
     layers, but for `late` of them on the way back. Reducing gradients, once a step, takes `reduce_ns`,
     and gathering updated weights `gather_ns`, in so many `pieces`, each of some layers. Of a pass so many
     layers are `followed`: behind each something else may be sent. A forward keeps `kept_token` bytes for each
-    token until its backward, which works with `working_token` bytes beside. Passes whose layers are all
-    computed anew cost as `anew` says, None if that is no other.
+    token until its backward, which works with `working_token` bytes beside, and sends `away_token` to the
+    host. Passes whose layers are all computed anew cost as `anew` says, None if that is no other.
     """
 
     stated: Laws
@@ -64,6 +64,7 @@ class WorkCost:
     followed: int = 1
     kept_token: int = 0
     working_token: int = 0
+    away_token: int = 0
     learnt: Laws | None = None
     anew: "WorkCost | None" = None
 
@@ -318,6 +319,7 @@ def _work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int, overlaps: bo
         gather_ns=collectives_ns([one for one in once if one.kind == "all_gather"], axes),
         kept_token=-(-forward[0].kept // _REFERENCE),
         working_token=input_[0].workspace // _REFERENCE,
+        away_token=forward[0].offloaded // _REFERENCE,
     )
 
 

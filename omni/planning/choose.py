@@ -164,18 +164,18 @@ def _search_all(
         tried.append(other)
     if sent:
         goes = any(best.keys[key] for key in sent)
-        # What stays is simpler: what goes must gain by as much.
-        best, other = _changed(best, stays if goes else sent, whole_step, 0 if goes else GAIN)
+        # What stays is simpler: what goes must gain.
+        best, other = _changed(best, stays if goes else sent, whole_step, -GAIN if goes else GAIN)
         tried.append(other)
     return best, tried
 
 
 def _changed(best: Tried, change: Keys, whole_step: Try, gain: float = GAIN) -> tuple[Tried, Tried]:
-    """Try a candidate with other keys, on one whole step, as packs are compared. Returns which of both is
-    taken, and the other one as it stands among all.
+    """Try a candidate with other keys, on one whole step, as packs are compared: they must gain so much, or
+    may lose it. Returns which of both is taken, and the other one as it stands among all.
     """
     now = whole_step(best.keys)
-    other = whole_step({**best.keys, **change}, now)
+    other = whole_step({**best.keys, **change}, now if gain > 0 else None)
     found = _as_beside(best, now, other)
     return (found if gains(other, now, gain) else best), found
 

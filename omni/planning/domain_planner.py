@@ -261,8 +261,10 @@ class DomainPlanner:
                 yield scheduled(policy, self.rounds or 1, 2 * portions)
 
         def leaner(refused: Sequence[Refused]) -> Iterator[DomainPlan]:
-            whole = {plan.schedule: (plan, more) for plan, more in reversed(refused)}  # in no portions
-            ahead = [each for each in reversed(whole.values()) if of_name[each[0].schedule].encodes_ahead]
+            whole = dict[str, Refused]()  # of each schedule the plan in no portions, which came first
+            for each in refused:
+                whole.setdefault(each[0].schedule, each)
+            ahead = [each for name, each in whole.items() if of_name[name].encodes_ahead]
             for number, rounds in rounds_to_try(ahead if self.rounds is None else (), self.table):
                 plan = scheduled(of_name[ahead[number][0].schedule], rounds)
                 yield plan

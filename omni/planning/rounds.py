@@ -99,14 +99,24 @@ def rounds_to_try(refused: Sequence[tuple[DomainPlan, int]], table: CostTable) -
 
 
 def _fewest(plan: DomainPlan, beyond: int, table: CostTable) -> int | None:
-    """Return the fewest rounds in which what encoders keep and work with may fit, None if nothing of it
-    does.
+    """Return the fewest rounds in which what encoders keep and work with may fit, here or on the host, None
+    if nothing of it does.
     """
     kept = plan_memory(plan, table)
     encoded = max(
         sum(kept(team * plan.team, op) for op in ops if op.kind is Kind.ENCODE)
         for team, ops in enumerate(plan.ops)
     )
-    encoded += workspace_at_once(plan, table)
+    encoded = max(encoded + workspace_at_once(plan, table), _most_away(plan, table))
     room = encoded - beyond
     return None if room <= 0 else max(2, -(-encoded // room))
+
+
+def _most_away(plan: DomainPlan, table: CostTable) -> int:
+    """Bytes that encoders of a rank send to its host in a step, at most."""
+    away = [0] * plan.num_ranks
+    for batch in plan.encoder_batches:
+        of_token = table.parts[batch.component].away_token
+        for rank in batch.ranks if of_token else ():
+            away[rank] += of_token * batch.share(rank).tokens
+    return max(away)

@@ -9,6 +9,7 @@ from itertools import islice
 
 from omni.config import Config
 from omni.planning.choice import AUTO, Keys, Tried, with_keys
+from omni.planning.host_memory import offloaded
 from omni.planning.memory_advice import GIB
 from omni.planning.run_spec import RunSpec
 from pipeline.costs import simulate
@@ -70,7 +71,8 @@ def _simulated(
                 break
         total += slowest
         if beyond > 0:
-            refused = f"does not fit cluster.memory_bytes by {beyond / GIB:.1f} GiB"
+            bounds = "cluster.memory_bytes" + " or host_memory_bytes" * bool(offloaded(spec.config.model))
+            refused = f"does not fit {bounds} by {beyond / GIB:.1f} GiB"
             break
         seen, cursor = seen + len(plan.taken), plan.taken.next_cursor
         if seen >= ENOUGH:

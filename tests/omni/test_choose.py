@@ -29,14 +29,14 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import _of_best_size, _packed, _search
+from omni.planning.choose import _changed, _of_best_size, _packed, _search
 from omni.planning.cut import cut_of
 from omni.planning.fullest import fullest_rank
 from omni.planning.host_memory import most_on_host
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 from omni.planning.room import mean_context
-from omni.planning.trials import DOMAINS, gains, tried_out
+from omni.planning.trials import DOMAINS, GAIN, gains, tried_out
 from omni.training.choice_watch import COSTS
 from omni.training.seats import fitting
 from pipeline.costs import simulate
@@ -236,6 +236,24 @@ def test_inputs_of_encoders_layers_go_to_the_host_where_that_saves_rounds():
     assert little.planner.next_step(1, 0, 0).domain.rounds > 1, "what is on the host has to have room there"
     ample = made("model.llm.recompute=auto", "cluster.memory_bytes=100000000000", *host)
     assert value_of(ample.config, offload) == 0
+    half = f"cluster.host_memory_bytes={most_on_host(chosen, chosen.table, plan) // 2}"
+    forced = made("model.llm.recompute=full", f"++{offload}=10", "cluster.memory_bytes=100000000000", half)
+    halves = forced.planner.next_step(1, 0, 0)
+    assert halves.domain.rounds > 1, "what devices keep would leave no room to be made up for"
+    assert forced.planner.beyond(halves) <= 0
+
+
+@pytest.mark.parametrize("now, other, goes", [(1000, 1000, False), (1000, 1004, False), (1000, 1006, True)])
+def test_what_is_on_the_host_stays_on_the_device_unless_that_takes_longer(now, other, goes):
+    steps = {10: now, 0: other}
+
+    def whole_step(own, beside=None):
+        assert beside is None, "all domains of a candidate that may take longer are planned"
+        return Tried(own, steps[own["sent"]])
+
+    best, tried = _changed(Tried({"sent": 10}, 10 * now), {"sent": 0}, whole_step, -GAIN)
+    assert best.keys["sent"] == (10 if goes else 0)
+    assert tried.step_ns == 10 * other
 
 
 def test_weights_are_divided_where_nothing_else_fits():

@@ -303,6 +303,25 @@ def test_what_is_shared_at_once_comes_in_portions_where_layers_cannot_work_with_
     assert len(shared) in (4, 8)
 
 
+def test_rounds_are_tried_of_plans_in_no_portions_the_quickest_first(monkeypatch):
+    tried = []
+
+    def refusing(planned, in_other_orders, otherwise, beyond, leaner, *queue):
+        first, second, third = planned[:3]
+        in_portions = replace(first, encoder_batches=())
+        list(leaner([(first, 1), (second, 2), (in_portions, 3), (third, 4)]))
+        tried[:0] = [first, second, third]
+        yield first
+
+    monkeypatch.setattr("omni.planning.domain_planner.quickest_first", refusing)
+    monkeypatch.setattr(
+        "omni.planning.domain_planner.rounds_to_try",
+        lambda refused, table: tried.extend(plan for plan, _ in refused) or iter(()),
+    )
+    heavy_step("auto").next_step(1, 0, 0)
+    assert tried[3:] == tried[:3]
+
+
 def test_items_that_balance_over_the_step_stay_whole():
     """In one microbatch alone sharing would pay: three items for eight ranks."""
     batch = [4000, 3000, 2000]
