@@ -4,17 +4,17 @@ Nothing is refused where `cluster.memory_bytes` is null. What allocators, commun
 not modelled, and neither are plans of evaluation, which keep nothing for a backward.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
 
 from omni.config import ConfigError
 from omni.planning.host_memory import check_host, most_on_host, offloaded, on_host
-from omni.planning.memory import by_kind, model_peak
+from omni.planning.memory import by_kind, model_host, model_peak
 from omni.planning.memory_advice import GIB, made_of, remedy
 from omni.planning.optim_schedule import stages_of
-from omni.planning.rank_work import rank_work
+from omni.planning.rank_work import RankWork, rank_work
 from omni.planning.run_spec import RunSpec
 from omni.planning.workload import Workload
 from parallel.costs import CostTable
@@ -72,39 +72,49 @@ def fullest_in_team(spec: Workload, first: Peak) -> Peak:
 
 
 def _fullest(spec: Workload, plan: StepPlan, among: Iterable[int]) -> Peak:
-    return max(_peaks(spec, plan, among), key=lambda peak: peak.bytes)
+    return max((_peak(spec, plan, work) for work in _works(spec, plan, among)), key=lambda peak: peak.bytes)
 
 
-def _peaks(spec: Workload, plan: StepPlan, among: Iterable[int]) -> Iterator[Peak]:
-    """The peaks of some domain ranks."""
+def _works(spec: Workload, plan: StepPlan, among: Iterable[int]) -> list[RankWork]:
+    """What some domain ranks do."""
     ranks = spec.arrangement.global_ranks(plan.number)
-    works = (rank_work(spec, plan, ranks[at], messages=False) for at in among)
-    return (Peak(plan, work.domain_rank, work.rank, *model_peak(spec, work)) for work in works)
+    return [rank_work(spec, plan, ranks[at], messages=False) for at in among]
+
+
+def _peak(spec: Workload, plan: StepPlan, work: RankWork) -> Peak:
+    return Peak(plan, work.domain_rank, work.rank, *model_peak(spec, work))
 
 
 def beyond(spec: Workload, table: CostTable, plan: StepPlan) -> int:
     """Return how many bytes the fullest rank of a plan's domain would hold beyond what its device can, or
     beyond its share of the host's memory, at most 0 if it fits; nothing where these are not known.
     """
-    host, more = spec.cluster.host_bytes, _beyond_device(spec, table, plan)
-    return more if host is None else max(more, most_on_host(spec, table, plan) - host)
-
-
-def _beyond_device(spec: Workload, table: CostTable, plan: StepPlan) -> int:
-    most = spec.cluster.memory_bytes
-    if most is None:
+    device, host = spec.cluster.memory_bytes, spec.cluster.host_bytes
+    if device is None and host is None:
         return 0
-    likely = likely_held(spec, table, plan)
-    if not CLEARLY * most < likely <= most:
-        return likely - most
-    return fullest_rank(spec, [plan]).bytes - most
+    works = _works(spec, plan, _likely_fullest(table, plan))
+    more = []
+    if device is not None:
+        peaks = (_peak(spec, plan, work).bytes for work in works)
+        more.append(_over(device, max(peaks), lambda: fullest_rank(spec, [plan]).bytes))
+    if host is not None:
+        more.append(_over(host, max(map(model_host, works)), lambda: most_on_host(spec, table, plan)))
+    return max(more)
+
+
+def _over(most: int, likely: int, of_all: Callable[[], int]) -> int:
+    """The bytes beyond `most`: all ranks are looked at only where the likely ones are clearly neither within
+    nor beyond that.
+    """
+    return (of_all() if CLEARLY * most < likely <= most else likely) - most
 
 
 def likely_held(spec: Workload, table: CostTable, plan: StepPlan) -> int:
     """Return the most bytes that teams which are likely the fullest of a plan's domain hold: seldom a
     hundredth less than the fullest rank does.
     """
-    return max(peak.bytes for peak in _peaks(spec, plan, _likely_fullest(table, plan)))
+    works = _works(spec, plan, _likely_fullest(table, plan))
+    return max(_peak(spec, plan, work).bytes for work in works)
 
 
 def remembering(spec: Workload) -> Workload:

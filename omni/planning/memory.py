@@ -32,6 +32,7 @@ BETWEEN = ""
 OF_PARAMETER = 2 * 8 + 4 + 4
 """Bytes that an update has of a parameter: where it begins and ends, its decay, a count of updates."""
 
+SUM = -1
 _Key = tuple[str, int, int]
 _Size = tuple[tuple[str, str], int]
 _Moment = tuple["Held", tuple[_Size, ...], Op | str]
@@ -40,13 +41,17 @@ _Moment = tuple["Held", tuple[_Size, ...], Op | str]
 
 class Held(dict[_Key, _Size]):
     """What is alive, by what it is, its number and its part: kind and component, and bytes; `sums` are the
-    bytes of all by kind and component, `total` those of all.
+    bytes of all by kind and component, `total` those of all. `part_of` names for each encoder batch whose
+    rows have gradients the microbatch whose `joined` gradients these are part of, or that they are a `SUM`
+    of their own; `parts` counts them by microbatch.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.sums: Parts = Counter()
         self.total = 0
+        self.part_of: dict[int, int] = {}
+        self.parts: Counter[int] = Counter()
 
     def __setitem__(self, key: _Key, value: _Size) -> None:
         self.drop(key)
@@ -219,7 +224,7 @@ def _during(work: RankWork, op: Op, held: Held) -> Iterator[tuple[_Size, ...]]:
     elif op.kind in (Kind.SHIP, Kind.RETURN):
         yield ((("buffers", BETWEEN), _shipping(work, op)),)
     elif op.kind is Kind.WAIT and op.on is Kind.RETURN:
-        added = sum(_rows(work, c) for c in _learning(work, op.index) if _has_gradients(held, c))
+        added = sum(_rows(work, c) for c in _learning(work, op.index) if c in held.part_of)
         if _learning(work, op.index):
             yield ((("workspace", BETWEEN), _joined(work, op.index) + added),)
     elif op.kind in BACKWARDS:
@@ -370,30 +375,33 @@ def _hand_back(work: RankWork, m: int, held: Held) -> None:
     tensor, which stays while any of them does, or sums of their own with what came before.
     """
     learning = _learning(work, m)
+    if not learning:
+        return
+    held["joined", m, 0] = ("buffers", BETWEEN), _joined(work, m)
+    held.parts[m] = 1  # this microbatch itself
     for c in learning:
-        before = [key for key in held if key[:2] == ("returned", c)]
-        for key in before:
-            held.drop(key)
-        held["returned", c, -1 if before else m] = ("buffers", BETWEEN), _rows(work, c) if before else 0
-    if learning:
-        held["joined", m, 0] = ("buffers", BETWEEN), _joined(work, m)
-    _let_go_of_joined(held)
-
-
-def _has_gradients(held: Held, c: int) -> bool:
-    return any(what == "returned" and of == c for what, of, _ in held)
+        added = c in held.part_of
+        _let_go_of_gradients(held, c)
+        held.part_of[c] = SUM if added else m
+        if added:
+            held["returned", c, 0] = ("buffers", BETWEEN), _rows(work, c)
+        else:
+            held.parts[m] += 1
+    _let_go_of_part(held, m)
 
 
 def _let_go_of_gradients(held: Held, c: int) -> None:
-    for key in [key for key in held if key[:2] == ("returned", c)]:
-        held.drop(key)
-    _let_go_of_joined(held)
+    m = held.part_of.pop(c, None)
+    if m == SUM:
+        held.drop(("returned", c, 0))
+    elif m is not None:
+        _let_go_of_part(held, m)
 
 
-def _let_go_of_joined(held: Held) -> None:
-    viewed = {m for what, _, m in held if what == "returned"}
-    for key in [key for key in held if key[0] == "joined" and key[1] not in viewed]:
-        held.drop(key)
+def _let_go_of_part(held: Held, m: int) -> None:
+    held.parts[m] -= 1
+    if not held.parts[m]:
+        held.drop(("joined", m, 0))
 
 
 def _learning(work: RankWork, m: int) -> list[int]:
