@@ -318,7 +318,7 @@ def _work_cost(part: Part, cluster: Cluster, axes: Axes, sent: int, overlaps: bo
         followed=max(1, part.layers) if part.by_layer and overlaps else 1,
         gather_ns=collectives_ns([one for one in once if one.kind == "all_gather"], axes),
         kept_token=-(-forward[0].kept // _REFERENCE),
-        working_token=input_[0].workspace // _REFERENCE,
+        working_token=part.backward(many, Grad.BOTH).workspace // _REFERENCE,
         away_token=forward[0].offloaded // _REFERENCE,
     )
 

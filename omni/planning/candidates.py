@@ -18,7 +18,7 @@ from pipeline.domain_plan import DomainPlan
 from pipeline.simulator import Timeline
 
 Refused = tuple[DomainPlan, int]
-"""A plan that does not fit, and the bytes that it is beyond."""
+"""A plan that does not fit, or may not, and the bytes that it is beyond."""
 
 
 def quickest_first(
@@ -26,7 +26,7 @@ def quickest_first(
     in_other_orders: Callable[[DomainPlan], Iterable[DomainPlan]],
     otherwise: Callable[[DomainPlan, int], Iterable[DomainPlan]],
     beyond: Callable[[DomainPlan], int],
-    leaner: Callable[[Sequence[Refused]], Iterable[DomainPlan]],
+    leaner: Callable[[Sequence[Refused]], Iterable[Refused]],
     queued: Callable[[DomainPlan], DomainPlan],
     table: CostTable,
     single_queue: bool,
@@ -62,8 +62,8 @@ def quickest_first(
                 consider(in_other_orders(made))
             ns, made = _queued(runs[at], table, single_queue)
             heappush(queue, (ns, at, True, made))
-    for made in leaner(refused):
-        if (more := beyond(made)) > 0:
+    for made, more in leaner(refused):
+        if more > 0:
             others.append((more, made))
         else:
             yield queued(made)

@@ -153,9 +153,7 @@ def _search_all(
         if best.refused and pools and best.beyond < freed:
             tries({RECOMPUTE: least, **sent}, MOST_ZERO)
 
-    def whole_step(own: Keys, beside: Tried | None = None) -> Tried:
-        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
-
+    whole_step = _once_each(attempt, config, longest)
     if best.keys[RECOMPUTE] == least and best.keys.get(ZERO, start.arrangement.llm.zero) == 1:
         best, packed = _long_anew(best, usual, whole_step)
         tried += packed
@@ -168,6 +166,19 @@ def _search_all(
         best, other = _changed(best, stays if goes else sent, whole_step, -GAIN if goes else GAIN)
         tried.append(other)
     return best, tried
+
+
+def _once_each(attempt: Try, config: Config, longest: int) -> Try:
+    """Return how candidates are tried on one whole step, each of them once."""
+    wholes: dict[str, Tried] = {}
+
+    def whole_step(own: Keys, beside: Tried | None = None) -> Tried:
+        name = text_of(own)
+        if name not in wholes:
+            wholes[name] = attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
+        return wholes[name]
+
+    return whole_step
 
 
 def _changed(best: Tried, change: Keys, whole_step: Try, gain: float = GAIN) -> tuple[Tried, Tried]:
@@ -230,7 +241,7 @@ def _search(
     cuts = may_be_cut(value_of(config, LLM_SP))
     samples = samples_of_step(config, lengths, longest) // start.arrangement.llm.dp
     tried: dict[str, Tried] = {}
-    wholes: dict[str, Tried] = {}
+    whole_step = _once_each(attempt, config, longest)
 
     def of_size(size: int) -> Iterator[Keys]:
         budget = microbatch_tokens(given, cuts, size, longest)
@@ -253,12 +264,6 @@ def _search(
         if name not in tried:
             tried[name] = attempt(with_keys(short, {**own, LONGEST: longest}), own)
         return tried[name]
-
-    def whole_step(own: Keys, beside: Tried | None = None) -> Tried:
-        name = text_of(own)
-        if name not in wholes:
-            wholes[name] = attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
-        return wholes[name]
 
     first = list(of_size(sizes[0]))
     others = [key for key in (BALANCE, PAIRING) if key in keys and start.arrangement.llm.dp > 1]

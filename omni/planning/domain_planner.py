@@ -23,7 +23,16 @@ from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.models.item_layout import LayoutOf, plain_layout
 from omni.planning.candidates import Refused, quickest_first
 from omni.planning.microbatches import ReplicaPacks, encoded_with, microbatch_of, packed
-from omni.planning.rounds import PORTIONS, batches_of_rounds, rounds_to_try, starts_of, workspace_at_once
+from omni.planning.rounds import (
+    PORTIONS,
+    Hope,
+    batches_of_rounds,
+    helps,
+    of_encoders,
+    rounds_to_try,
+    starts_of,
+    workspace_at_once,
+)
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import EncoderBatching, Sharing, make_encoder_batches, make_even_encoder_batches
 from parallel.boundary import Route
@@ -242,41 +251,48 @@ class DomainPlanner:
             pairs = orders(policy.fills_gaps)[0]
             return self._scheduled(batched, ranks, frozen, policy, pairs, rounds, portions)
 
-        # By schedule: the portions of its last plan, and the bytes that the one before was beyond.
-        tried: dict[str, tuple[int, int]] = {}
+        # By schedule: the portions of its last plan, and what the one before was beyond and might free.
+        tried: dict[str, tuple[int, Hope | None]] = {}
 
         def in_other_orders(plan: DomainPlan) -> Iterator[DomainPlan]:
             policy = of_name[plan.schedule]
-            portions, _ = tried.get(plan.schedule, (1, 0))
+            portions, _ = tried.get(plan.schedule, (1, None))
             for pairs in orders(policy.fills_gaps)[1:]:
                 yield self._scheduled(batched, ranks, frozen, policy, pairs, self.rounds or 1, portions)
 
         def otherwise(plan: DomainPlan, more: int) -> Iterator[DomainPlan]:
             policy = of_name[plan.schedule]
-            portions, before = tried.get(plan.schedule, (1, more + 1))
+            portions, before = tried.get(plan.schedule, (1, None))
+            now = more, workspace_at_once(plan, self.table)
             if policy.shallower is not None and self.schedule.candidates and portions == 1:
                 yield scheduled(policy.shallower, self.rounds or 1)
-            if portions < PORTIONS and workspace_at_once(plan, self.table) >= more and more < before:
-                tried[plan.schedule] = 2 * portions, more
+            if portions < PORTIONS and now[1] >= more and helps(before, now):
+                tried[plan.schedule] = 2 * portions, now
                 yield scheduled(policy, self.rounds or 1, 2 * portions)
 
-        def leaner(refused: Sequence[Refused]) -> Iterator[DomainPlan]:
+        def leaner(refused: Sequence[Refused]) -> Iterator[Refused]:
             whole = dict[str, Refused]()  # of each schedule the plan in no portions, which came first
             for each in refused:
                 whole.setdefault(each[0].schedule, each)
             ahead = [each for name, each in whole.items() if of_name[name].encodes_ahead]
+            last = {name: (more, of_encoders(plan, self.table)) for name, (plan, more) in whole.items()}
+            in_vain = set[str]()
             for number, rounds in rounds_to_try(ahead if self.rounds is None else (), self.table):
-                plan = scheduled(of_name[ahead[number][0].schedule], rounds)
-                yield plan
-                if workspace_at_once(plan, self.table):
-                    yield scheduled(of_name[plan.schedule], rounds, 2)
+                name = ahead[number][0].schedule
+                for portions in (1, 2) if name not in in_vain else ():
+                    plan = scheduled(of_name[name], rounds, portions)
+                    yield plan, (more := beyond(plan))
+                    now = more, of_encoders(plan, self.table)
+                    if portions == 1 and not helps(last[name], now):
+                        in_vain.add(name)
+                    last[name] = now
+                    if name in in_vain or not workspace_at_once(plan, self.table):
+                        break
             for policy in lean_of(self.schedule, vpp):
-                yield scheduled(policy, 1)
+                yield (plan := scheduled(policy, 1)), beyond(plan)
 
         planned = [scheduled(policy, self.rounds or 1) for policy in candidates]
-        others = self.guarded and (
-            self.schedule.lean or (candidates[0].encodes_ahead and self.rounds is None)
-        )
+        others = self.guarded and (self.schedule.lean or candidates[0].encodes_ahead)
         if len(planned) == 1 and not others and len(orders(candidates[0].fills_gaps)) == 1:
             yield self._with_one_queue(planned[0])
             return

@@ -20,6 +20,9 @@ from pipeline.ops import Kind
 TRIES = 4  # numbers of rounds that are tried for a step that fits in fewer of none
 PORTIONS = 8  # encoder batches at most that all that is shared of a step comes in, where it may be one
 
+Hope = tuple[int, int]
+"""Bytes that a plan is beyond what ranks can hold, and those that dividing it further may free."""
+
 
 def starts_of(domain: DomainPlan, rounds: int, table: CostTable) -> list[int]:
     """Return the first microbatches of at most so many rounds, whose items keep about the same bytes; of
@@ -98,16 +101,31 @@ def rounds_to_try(refused: Sequence[tuple[DomainPlan, int]], table: CostTable) -
         rounds += -(-rounds // 3)
 
 
-def _fewest(plan: DomainPlan, beyond: int, table: CostTable) -> int | None:
-    """Return the fewest rounds in which what encoders keep and work with may fit, here or on the host, None
-    if nothing of it does.
+def of_encoders(plan: DomainPlan, table: CostTable) -> int:
+    """Bytes that encoders keep and work with in a round, about, here or on the host: the most that more
+    rounds may leave free.
     """
     kept = plan_memory(plan, table)
     encoded = max(
         sum(kept(team * plan.team, op) for op in ops if op.kind is Kind.ENCODE)
         for team, ops in enumerate(plan.ops)
     )
-    encoded = max(encoded + workspace_at_once(plan, table), _most_away(plan, table))
+    here = encoded // plan.rounds + workspace_at_once(plan, table)
+    return max(here, _most_away(plan, table) // plan.rounds)
+
+
+def helps(before: Hope | None, now: Hope) -> bool:
+    """Whether dividing a step further, from what was `before` to what is `now`, has brought a fourth of what
+    it freed, or has not been tried: else something else is in the way.
+    """
+    return before is None or 4 * (before[0] - now[0]) >= max(1, before[1] - now[1])
+
+
+def _fewest(plan: DomainPlan, beyond: int, table: CostTable) -> int | None:
+    """Return the fewest rounds in which what encoders keep and work with may fit, None if nothing of it does;
+    of a plan in one round.
+    """
+    encoded = of_encoders(plan, table)
     room = encoded - beyond
     return None if room <= 0 else max(2, -(-encoded // room))
 

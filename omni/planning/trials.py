@@ -5,10 +5,11 @@ on any machine.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 
 from omni.config import Config
-from omni.planning.choice import AUTO, Keys, Tried, with_keys
+from omni.planning.choice import AUTO, SCHEDULE, Keys, Tried, with_keys
 from omni.planning.host_memory import offloaded
 from omni.planning.memory_advice import GIB
 from omni.planning.run_spec import RunSpec
@@ -18,6 +19,7 @@ from pipeline.plan import StepPlan
 DOMAINS, STEPS = 4, 4  # simulated at most: domains of a step, steps
 ENOUGH = 1024  # samples of steps after which no further one is simulated
 IN_DOMAINS = 512  # samples of domains of a step, after which no further domain is
+ROUNDS = "pipeline.rounds"
 GAIN = 0.005  # of the step, that a candidate must bring to be taken over a simpler one
 
 Make = Callable[[Config], RunSpec]
@@ -35,25 +37,25 @@ def tried_out(
     that it gains nothing `beside` another candidate of as many steps, no further one is planned.
 
     Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
-    from the best, or if a device cannot hold it, or in rounds alone, that which holds least.
+    from the best, or if a device cannot hold it, that which holds least, in as few rounds as it can.
     """
-    schedules: tuple[str, ...] = (config.pipeline.policy,)
-    if config.pipeline.policy == AUTO and config.layout.llm.pp > 1:
-        schedules = ("zero_bubble_h1", "encode_first") if config.layout.llm.vpp == 1 else ("interleaved",)
-    found = None
-    for schedule in schedules:
-        other = _simulated(with_keys(config, {"pipeline.policy": schedule}), keys, make, begin, steps, beside)
-        found = other if found is None or gains(other, found) else found
-        if not found.refused and found.rounds == 1:
-            break
-    assert found is not None
-    return found
+    pipeline, vpp = config.pipeline, config.layout.llm.vpp
+    attempt = partial(_simulated, keys=keys, make=make, begin=begin, steps=steps, beside=beside)
+    if pipeline.policy != AUTO or config.layout.llm.pp == 1:
+        return attempt(config)
+    if vpp > 1:
+        return attempt(with_keys(config, {SCHEDULE: "interleaved"}))
+    quick = attempt(with_keys(config, {SCHEDULE: "zero_bubble_h1", ROUNDS: pipeline.rounds or 1}))
+    if not quick.refused:
+        return quick
+    lean = attempt(with_keys(config, {SCHEDULE: "encode_first"}))
+    return lean if gains(lean, quick) else quick
 
 
 def _simulated(
     config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int, beside: Tried | None
 ) -> Tried:
-    """Simulate the first steps of a candidate under its schedule, up to one that does not fit."""
+    """Simulate the first steps of a candidate under its schedule, up to a domain that does not fit."""
     try:
         spec = make(config)
     except ValueError as error:
@@ -67,7 +69,7 @@ def _simulated(
             slowest, beyond = max(slowest, timeline.makespan_ns), max(beyond, spec.planner.beyond(plan))
             rounds = max(rounds, plan.domain.rounds)
             so_far = Tried(keys, total + slowest, "beyond" if beyond > 0 else "", beyond)
-            if beside is not None and not gains(so_far, beside, 0):
+            if beyond > 0 or (beside is not None and not gains(so_far, beside, 0)):
                 break
         total += slowest
         if beyond > 0:

@@ -2,18 +2,23 @@
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from planners import planner, table
+from small import overrides, write_mixed
 
 from dataloader.global_batch import Budget
 from dataloader.samples import InOrder
 from dataloader.tokens import ItemMeta, SampleMeta
+from omni.compose import compose_config
+from omni.planning.prepare import prepare_run
 from omni.planning.rounds import TRIES, rounds_to_try, starts_of
 from omni.training.reporter import Reporter
-from parallel.costs import CostTable
+from parallel.costs import CostTable, full_load
+from parallel.work import Grad
 from pipeline.domain_plan import DomainPlan
 
 TOKENS = (40, 40, 80, 0, 160, 160)  # of the items of six microbatches
@@ -83,3 +88,14 @@ def test_that_a_later_step_does_not_fit_at_once_is_said_once(asked, said):
         Reporter._say_schedule(reporter, SimpleNamespace(step=number, domain=domain))
     assert notes == [f"{of}: encode_first in 3 rounds" for of in said]
     assert reporter.schedules == {"encode_first": 2, "encode_first in 3 rounds": 3}
+
+
+def test_an_encoder_works_with_what_a_whole_backward_does(tmp_path: Path) -> None:
+    """Half a backward holds more: all that is made anew for the gradients of weights that are put off."""
+    write_mixed(tmp_path / "mixed", count=4)
+    more = ["+model.encoders.image.recompute=full", "model.encoders.image.layers=4"]
+    spec = prepare_run(compose_config(overrides(tmp_path / "mixed", tmp_path / "run", *more)), 1)
+    part, table, tokens = spec.work["image"], spec.table.parts["image"], 1 << 26
+    of_backward = {grad: part.backward(full_load(part, tokens), grad).workspace / tokens for grad in Grad}
+    assert table.working_token == pytest.approx(of_backward[Grad.BOTH], rel=0.01)
+    assert table.working_token < 0.5 * of_backward[Grad.INPUT]

@@ -262,17 +262,26 @@ def test_encoder_batches_are_fewer_but_where_they_are_bounded_or_uniform():
     assert num_encoder_batches("joint_uniform") == 16
 
 
+def keeping(made: Planner, working: int = 0) -> Planner:
+    """A planner of which an encoder keeps a byte of a token, and works with so many."""
+    costs = made.domain.table
+    eye = replace(costs.parts["eye"], kept_token=1, working_token=working)
+    table = replace(costs, parts={**costs.parts, "eye": eye})
+    return replace(made, domain=replace(made.domain, table=table))
+
+
+def most_encoded(plan: StepPlan) -> int:
+    """Tokens that a rank encodes at once, at most."""
+    batches = plan.domain.encoder_batches
+    return max(batch.share(rank).tokens for batch in batches for rank in batch.ranks)
+
+
 @pytest.mark.parametrize("schedule", ["encode_first", "zero_bubble_h1", "joint", "auto"])
 def test_items_are_encoded_at_once_round_by_round_where_devices_hold_no_more(schedule):
     """Rounds of at most two of four microbatches fit."""
-    made = heavy_step(schedule)
-    costs = made.domain.table
-    eye = replace(costs.parts["eye"], kept_token=1)
-    made = replace(
-        made,
-        domain=replace(made.domain, table=replace(costs, parts={**costs.parts, "eye": eye})),
-        beyond=lambda plan: int(max(len(of.microbatches) for of in plan.domain.encoder_batches) > 2),
-    )
+    made = keeping(heavy_step(schedule))
+    room = most_encoded(made.next_step(1, 0, 0)) // 2 + 1
+    made = replace(made, beyond=lambda plan: most_encoded(plan) - room)
 
     def waves(**of_domain: object) -> int:
         return max(waves_of(replace(made, domain=replace(made.domain, **of_domain))))
@@ -284,23 +293,29 @@ def test_items_are_encoded_at_once_round_by_round_where_devices_hold_no_more(sch
 @pytest.mark.parametrize("schedule", ["encode_first", "zero_bubble_h1", "auto"])
 def test_what_is_shared_at_once_comes_in_portions_where_layers_cannot_work_with_all_of_it(schedule):
     """Portions of a third of the tokens fit, or rounds of so many: the former take less time."""
-    made = heavy_step(schedule)
-    costs = made.domain.table
-    eye = replace(costs.parts["eye"], kept_token=1, working_token=1)
-
-    def most(plan: StepPlan) -> int:
-        batches = plan.domain.encoder_batches
-        return max(batch.share(rank).tokens for batch in batches for rank in batch.ranks)
-
-    room = most(made.next_step(1, 0, 0)) // 3
-    domain = replace(made.domain, table=replace(costs, parts={**costs.parts, "eye": eye}))
-    made = replace(made, domain=domain, beyond=lambda plan: most(plan) - room)
+    made = keeping(heavy_step(schedule), working=1)
+    room = most_encoded(made.next_step(1, 0, 0)) // 3
+    made = replace(made, beyond=lambda plan: most_encoded(plan) - room)
     plan = made.next_step(1, 0, 0)
     made.verify(plan)
-    assert most(plan) <= room
+    assert most_encoded(plan) <= room
     assert plan.domain.rounds == 1
     shared = [batch for batch in plan.domain.encoder_batches if batch.layout.num_cp_ranks > 1]
     assert len(shared) in (4, 8)
+
+
+def test_more_rounds_or_portions_are_not_tried_where_fewer_brought_nothing():
+    """Something else than encoders is always 100 tokens beyond: a step is planned once, and once divided."""
+    made, asked = keeping(heavy_step("encode_first"), working=1), list[tuple[int, int]]()
+
+    def beyond(plan: StepPlan) -> int:
+        asked.append((plan.domain.rounds, len(plan.domain.encoder_batches)))
+        return 100
+
+    made = replace(made, beyond=beyond)
+    assert most_encoded(made.next_step(1, 0, 0)) > 200
+    assert max(rounds for rounds, _ in asked) == 2
+    assert len(set(asked)) == 3, "as it is, in two portions, in two rounds"
 
 
 def test_rounds_are_tried_of_plans_in_no_portions_the_quickest_first(monkeypatch):
