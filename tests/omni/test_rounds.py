@@ -92,8 +92,8 @@ def test_that_a_later_step_does_not_fit_at_once_is_said_once(asked, said):
 
 def test_an_encoder_works_with_what_a_whole_backward_does(tmp_path: Path) -> None:
     """Half a backward holds more: all that is made anew for the gradients of weights that are put off."""
-    write_mixed(tmp_path / "mixed", count=4)
-    more = ["+model.encoders.image.recompute=full", "model.encoders.image.layers=4"]
+    write_mixed(tmp_path / "mixed")
+    more = ["++model.encoders.image.recompute=full", "++model.encoders.image.layers=4"]
     spec = prepare_run(compose_config(overrides(tmp_path / "mixed", tmp_path / "run", *more)), 1)
     part, table, tokens = spec.work["image"], spec.table.parts["image"], 1 << 26
     of_backward = {grad: part.backward(full_load(part, tokens), grad).workspace / tokens for grad in Grad}
