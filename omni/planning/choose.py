@@ -68,7 +68,7 @@ from omni.planning.room import (
     shortened,
 )
 from omni.planning.run_spec import RunSpec
-from omni.planning.trials import GAIN, Make, gains, tried_out
+from omni.planning.trials import GAIN, STEPS, Make, gains, tried_out
 from ops.ints import Ints
 from parallel.layout import CONTEXT as ANY_CONTEXT
 from parallel.layout import MOST_ZERO, Arrangement
@@ -99,7 +99,7 @@ def choose(
     sent = most_sent(start)
     keys = [key for key in keys if key in sent or not of_encoder(key)]
     longest, cut = config.data.sample_tokens, ""
-    lengths, attempt = lengths_of(samples, begin[1]), partial(tried_out, make=make, begin=begin)
+    lengths, attempt = lengths_of(samples, begin[1]), _once_each(partial(tried_out, make=make, begin=begin))
     sizes, held = domain_sizes(config, start, lengths)
     if longest is None:
         longest, cut = held, cut_of_longer(config, lengths, held)
@@ -153,7 +153,7 @@ def _search_all(
         if best.refused and pools and best.beyond < freed:
             tries({RECOMPUTE: least, **sent}, MOST_ZERO)
 
-    whole_step = _once_each(attempt, config, longest)
+    whole_step = _on_whole_steps(attempt, config, longest)
     if best.keys[RECOMPUTE] == least and best.keys.get(ZERO, start.arrangement.llm.zero) == 1:
         best, packed = _long_anew(best, usual, whole_step)
         tried += packed
@@ -168,15 +168,24 @@ def _search_all(
     return best, tried
 
 
-def _once_each(attempt: Try, config: Config, longest: int) -> Try:
-    """Return how candidates are tried on one whole step, each of them once."""
-    wholes: dict[str, Tried] = {}
+def _once_each(attempt: Try) -> Try:
+    """Return how candidates are tried: each of them once on so many steps."""
+    known: dict[tuple[object, ...], Tried] = {}
+
+    def once(config: Config, own: Keys, steps: int = STEPS, beside: Tried | None = None) -> Tried:
+        key = text_of(own), config.data.sample_tokens, steps
+        if key not in known:
+            known[key] = attempt(config, own, steps=steps, beside=beside)
+        return known[key]
+
+    return once
+
+
+def _on_whole_steps(attempt: Try, config: Config, longest: int) -> Try:
+    """Return how candidates are tried on one whole step."""
 
     def whole_step(own: Keys, beside: Tried | None = None) -> Tried:
-        name = text_of(own)
-        if name not in wholes:
-            wholes[name] = attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
-        return wholes[name]
+        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
 
     return whole_step
 
@@ -241,7 +250,7 @@ def _search(
     cuts = may_be_cut(value_of(config, LLM_SP))
     samples = samples_of_step(config, lengths, longest) // start.arrangement.llm.dp
     tried: dict[str, Tried] = {}
-    whole_step = _once_each(attempt, config, longest)
+    whole_step = _on_whole_steps(attempt, config, longest)
 
     def of_size(size: int) -> Iterator[Keys]:
         budget = microbatch_tokens(given, cuts, size, longest)

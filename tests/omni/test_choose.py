@@ -36,7 +36,7 @@ from omni.planning.host_memory import most_on_host
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
 from omni.planning.room import mean_context
-from omni.planning.trials import DOMAINS, GAIN, gains, tried_out
+from omni.planning.trials import DOMAINS, GAIN, STEPS, gains, tried_out
 from omni.training.choice_watch import COSTS
 from omni.training.seats import fitting
 from pipeline.costs import simulate
@@ -171,7 +171,7 @@ def test_the_llm_recomputes_what_fits_and_takes_least():
     assert "selective" not in recomputed(replace(ample.model.llm, window=16))
 
 
-def test_passes_of_long_samples_alone_are_computed_anew_where_others_have_room():
+def test_passes_of_long_samples_alone_are_computed_anew_where_others_have_room(monkeypatch):
     """Each replica has a sample as long as 32 others, which are packed by less."""
     lengths = [4095] * 4 + [127] * 384
     trace = [SampleMeta(n, "trace", length, (), 9) for n, length in enumerate(lengths)]
@@ -187,7 +187,15 @@ def test_passes_of_long_samples_alone_are_computed_anew_where_others_have_room()
     full = made("model.llm.recompute=full", "packing.divisor=1")
     tight = ("model.llm.recompute=auto", f"cluster.memory_bytes={held(full) * 11 // 10}")
     assert made(*tight, "packing.divisor=1").config.model.llm.recompute == "full"
+    wholes = []
+
+    def counted(config, keys, *args, steps=STEPS, **more):
+        wholes.extend([text_of(keys)] * (steps == 1))
+        return tried_out(config, keys, *args, steps=steps, **more)
+
+    monkeypatch.setattr("omni.planning.choose.tried_out", counted)
     chosen = made(*tight)
+    assert len(wholes) == len(set(wholes)) > 3
     assert not chosen.choice.best.refused
     assert chosen.config.model.llm.recompute != "full"
     assert chosen.config.model.llm.recompute_long
@@ -574,6 +582,37 @@ def test_a_candidate_that_gains_nothing_in_a_domain_is_planned_in_no_other(monke
     found = tried_out(spec.config, {}, lambda config: spec, (1, 0), steps=1, beside=beside)
     assert len(seen) == len(set(seen)) == planned
     assert gains(found, beside or Tried({}, refused="no")) == (planned == 4)
+
+
+def test_a_candidate_that_does_not_fit_in_a_domain_is_planned_in_no_other():
+    spec = prepared("layout.domain=1", "cluster.memory_bytes=1000000000000", trace=trace_of())
+    seen = []
+    spec = replace(spec, planner=replace(spec.planner, beyond=lambda plan: seen.append(plan.number) or 1))
+    found = tried_out(spec.config, {}, lambda config: spec, (1, 0), steps=1)
+    assert len(set(seen)) == 1
+    assert (found.beyond, bool(found.refused)) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "rounds, fits, tried",
+    [
+        (None, "zero_bubble_h1", [("zero_bubble_h1", 1)]),
+        (None, "encode_first", [("zero_bubble_h1", 1), ("encode_first", None)]),
+        (3, "encode_first", [("zero_bubble_h1", 3), ("encode_first", 3)]),
+    ],
+)
+def test_a_step_in_rounds_is_tried_by_the_schedule_that_holds_least(monkeypatch, rounds, fits, tried):
+    seen = []
+
+    def simulated(config, keys, **_):
+        seen.append((config.pipeline.policy, config.pipeline.rounds))
+        return Tried(keys, 1, "" if config.pipeline.policy == fits else "does not fit", 1)
+
+    monkeypatch.setattr("omni.planning.trials._simulated", simulated)
+    more = [f"pipeline.rounds={rounds}"] if rounds else []
+    config = compose_config([*KEYS, "layout=pp2", *more])
+    assert not tried_out(config, {}, lambda config: None, (1, 0)).refused
+    assert seen == tried
 
 
 def of_best_size(short_ns, whole_ns, samples=128, step_ns=10**10):
