@@ -96,9 +96,10 @@ class Planner:
                     yield self._compose(step, taken, group, place, number)
                 idle |= not any(replicas)
 
-    def busiest(self, step: int, cursor: int) -> Iterator[StepPlan]:
+    def busiest(self, step: int, cursor: int) -> Iterator[tuple[StepPlan, int]]:
         """Plan step `step` of training for the domains that samples load most, these first: of the group with
-        the most work, and of that with the costliest sample.
+        the most work, and of that with the costliest sample. Tells of each how many bytes it is beyond what
+        ranks can hold, at most 0 if it fits.
         """
         taken, costing = self.world.take(cursor), self.domain.costing
         groups = self.world.groups_of(taken, costing)
@@ -112,7 +113,7 @@ class Planner:
             loads += [(-group.load_ns(own, costing.alone), number, place, group) for number, own in group.own]
         loads.sort(key=lambda load: load[:2])
         for _, number, place, group in loads:
-            yield self._compose(step, taken, group, place, number)
+            yield self._checked(step, taken, group, place, number)
 
     def cursor_of(self, step: int) -> int:
         """Return the stream position at which a step of training begins: it depends on those before it."""
@@ -186,6 +187,12 @@ class Planner:
         self, step: int, taken: Taken, group: Group, place: int, number: int, *, train: bool = True
     ) -> StepPlan:
         """Plan domain `number` of the group of number `place`."""
+        return self._checked(step, taken, group, place, number, train)[0]
+
+    def _checked(
+        self, step: int, taken: Taken, group: Group, place: int, number: int, train: bool = True
+    ) -> tuple[StepPlan, int]:
+        """Plan a domain, and tell how many bytes it is beyond what ranks can hold, at most 0 if it fits."""
         frozen = self.frozen(step) if train else ()
         own = group.replicas[number - group.domains[0]]
         mine = sorted(i for replica in own for i in replica)
@@ -221,8 +228,8 @@ class Planner:
         seen = []
         for plan in plans:
             more = self.beyond(plan) if train else 0
+            seen.append((plan, more))
             if more <= 0:
-                return plan
-            seen.append((more, plan))
+                break
         # Where none fits, the one that holds least goes on, and is refused with what it is made of.
-        return min(seen, key=itemgetter(0))[1]
+        return min(seen, key=itemgetter(1))

@@ -288,7 +288,7 @@ class Searching:
         """
         spec = self.resolve(config)
         most, single_queue = self.room(spec), spec.planner.domain.single_queue
-        plans = islice(spec.planner.busiest(*self.of.begin), domains)
+        plans = [plan for plan, _ in islice(spec.planner.busiest(*self.of.begin), domains)]
         steps = [(simulate(plan.domain, spec.table, single_queue).makespan_ns, plan) for plan in plans]
         step_ns, plan = max(steps, key=lambda step: step[0])
         held = [0] if most is None else [likely_held(spec, spec.table, plan) for _, plan in steps]

@@ -64,9 +64,9 @@ def _simulated(
     first, cursor = begin
     for count in range(1, steps + 1):
         slowest = 0
-        for plan in _first_plans(spec, first + count - 1, cursor):
+        for plan, more in _first_plans(spec, first + count - 1, cursor):
             timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
-            slowest, beyond = max(slowest, timeline.makespan_ns), max(beyond, spec.planner.beyond(plan))
+            slowest, beyond = max(slowest, timeline.makespan_ns), max(beyond, more)
             rounds = max(rounds, plan.domain.rounds)
             so_far = Tried(keys, total + slowest, "beyond" if beyond > 0 else "", beyond)
             if beyond > 0 or (beside is not None and not gains(so_far, beside, 0)):
@@ -82,11 +82,13 @@ def _simulated(
     return Tried(keys, total // count, refused, beyond, rounds)
 
 
-def _first_plans(spec: RunSpec, step: int, cursor: int) -> Iterator[StepPlan]:
-    """The plans of the domains that samples of a step load most, as far as they are bounded."""
+def _first_plans(spec: RunSpec, step: int, cursor: int) -> Iterator[tuple[StepPlan, int]]:
+    """The plans of the domains that samples of a step load most, as far as they are bounded, each with the
+    bytes that it is beyond what ranks can hold.
+    """
     samples = 0
-    for plan in islice(spec.planner.busiest(step, cursor), DOMAINS):
-        yield plan
+    for plan, beyond in islice(spec.planner.busiest(step, cursor), DOMAINS):
+        yield plan, beyond
         samples += len(plan.domain.samples)
         guarded = spec.cluster.memory_bytes is not None  # each of these domains is to fit
         if not guarded and samples >= IN_DOMAINS:

@@ -485,7 +485,7 @@ def test_a_layout_of_ones_own_may_say_how_large_domains_are(tmp_path):
 def test_the_domains_that_are_simulated_have_the_slowest_among_them():
     spec = prepared("layout.domain=1", "balance=none", "llm_sp=uniform", "data.sample_tokens=64", ranks=8)
     assert isinstance(spec.planner, Planner)
-    found = [plan.number for plan in spec.planner.busiest(1, 0)]
+    found = [plan.number for plan, _ in spec.planner.busiest(1, 0)]
     assert sorted(found) == list(range(8))
     times = {
         plan.number: simulate(plan.domain, spec.table, False).makespan_ns
@@ -574,9 +574,9 @@ def test_a_candidate_that_gains_nothing_in_a_domain_is_planned_in_no_other(monke
     seen, busiest = [], Planner.busiest
 
     def counted(self, step, cursor):
-        for plan in busiest(self, step, cursor):
+        for plan, beyond in busiest(self, step, cursor):
             seen.append(plan.number)
-            yield plan
+            yield plan, beyond
 
     monkeypatch.setattr(Planner, "busiest", counted)
     found = tried_out(spec.config, {}, lambda config: spec, (1, 0), steps=1, beside=beside)
