@@ -62,6 +62,7 @@ from omni.planning.memory import Parts
 from omni.planning.memory_advice import GIB, STATE, by_component
 from omni.planning.run_spec import RunSpec
 from omni.planning.trials import DOMAINS, gains
+from omni.planning.uncollected import uncollected
 from parallel.placements import PlacementPolicy
 from parallel.policies import SharingPolicy
 from parallel.policy import find
@@ -282,6 +283,7 @@ class Searching:
         assert found is not None
         return found
 
+    @uncollected()
     def _simulated(self, config: Config, keys: Keys, domains: int = 1) -> Finalist:
         """Simulate the first step of a candidate in so many of the domains that samples load most, of which
         the slowest counts.

@@ -13,6 +13,7 @@ from omni.planning.choice import AUTO, SCHEDULE, Keys, Tried, with_keys
 from omni.planning.host_memory import offloaded
 from omni.planning.memory_advice import GIB
 from omni.planning.run_spec import RunSpec
+from omni.planning.uncollected import uncollected
 from pipeline.costs import simulate
 from pipeline.plan import StepPlan
 
@@ -52,6 +53,7 @@ def tried_out(
     return lean if gains(lean, quick) else quick
 
 
+@uncollected()
 def _simulated(
     config: Config, keys: Keys, make: Make, begin: tuple[int, int], steps: int, beside: Tried | None
 ) -> Tried:
