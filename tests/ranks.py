@@ -21,6 +21,7 @@ from parallel.handshake import SECRET, new_secret
 
 TIMEOUT_S = 120
 MOST_THREADS = 48  # of a process before it lets go of what calls have left
+IDLE_S = 3  # without a call, after which it does so, too
 
 
 class RankError(AssertionError):
@@ -131,6 +132,8 @@ def _serve(pipe: Connection, secret: str) -> None:
     torch.set_num_threads(1)
     leave_imports()
     while True:
+        if not pipe.poll(IDLE_S):
+            _release()
         try:
             rank, world, store, function, args = pipe.recv()
         except EOFError:
