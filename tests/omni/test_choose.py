@@ -210,11 +210,11 @@ def test_passes_of_long_samples_alone_are_computed_anew_where_others_have_room(m
 def test_inputs_of_encoders_layers_go_to_the_host_where_that_saves_rounds():
     """An encoder of wide layers, each of which keeps its input alone; what hosts have is known, or not."""
     wide = ("hidden=256", "heads=4", "ffn=64", "layers=12", "recompute=full")
-    keys = ("layout.llm.pp=4", "model.llm.layers=16", "packing.divisor=1", "pipeline=encode_first")
+    keys = ("layout.llm.pp=4", "packing.divisor=1", "pipeline=encode_first", "data.step_samples=12")
     keys += ("cluster.op_overhead_ns=10000000",)  # rounds, which pass through four stages each, take longer
     keys += tuple(f"model.encoders.image.{key}" for key in wide)
     host = ("cluster.host_memory_bytes=1000000000",)
-    trace = [SampleMeta(n, "trace", 40, (ItemMeta("image", 1024, 16, 3, ()),), 9) for n in range(24)]
+    trace = [SampleMeta(n, "trace", 40, (ItemMeta("image", 1024, 16, 3, ()),), 9) for n in range(12)]
     offload = "model.encoders.image.offload"
 
     def made(*more):

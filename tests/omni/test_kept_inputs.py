@@ -16,6 +16,7 @@ from omni.models.kept_inputs import _Input
 from omni.training.parity import Measurement, compare, compare_weights
 
 LAYERS = 5
+SIZES = (f"model.encoders.image.layers={LAYERS}", "model.llm.layers=2", "train.steps=2")
 LORA = "+model.encoders.image.lora={rank: 2, alpha: 4, targets: [linear_qkv, linear_fc2]}"
 TP2 = ("layout.llm.tp=2", "+layout.encoders.image.tp=2")
 TAPS = ("+model.encoders.image.taps=[2]", "model.llm.layers=4")
@@ -61,7 +62,7 @@ def test_a_step_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path, case: st
     world, more, sent = CASES[case]
     divided = any(key.endswith("image.tp=2") for key in more)
     write_mixed(tmp_path)
-    line = overrides(tmp_path, tmp_path / "run", *more, f"model.encoders.image.layers={LAYERS}")
+    line = overrides(tmp_path, tmp_path / "run", *SIZES, *more)
     plain = ranks.run(world, counted, compose_config(line), world)[0]
     assert plain[0] is not None
     assert plain[1:] == ([], 0)

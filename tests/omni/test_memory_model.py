@@ -39,7 +39,7 @@ AT_ONCE += [f"cluster.{link}_latency_ns=0" for link in ("node_link", "link")] + 
 ON_NODES = ["llm_sp=dynamic", "layout.llm.cp=4", "packing=wlb", "pipeline=zero_bubble_h1", *AT_ONCE]
 ON_NODES += ["model.llm.vocab=300", "model.llm.loss_chunk=16", "data.microbatch_tokens=640"]
 # An encoder's layers are fullest.
-SENT = (*WIDE_IMAGE, "model.encoders.image.recompute=full", "model.llm.layers=4", "model.llm.vocab=300")
+SENT = (*WIDE_IMAGE, "model.encoders.image.recompute=full", "model.llm.layers=2", "model.llm.vocab=300")
 SENT += ("model.llm.ffn=64", "model.llm.loss_chunk=16")
 LONG = ("model.llm.recompute_long=true", "packing.divisor=4")
 CAUSES = {
@@ -260,7 +260,7 @@ CAUSES = {
     **{
         f"an encoder sends {sent} of {layers} inputs to the host, {where}": (
             world,
-            [0, world - 1],
+            sorted({0, world - 1}),
             [*SENT, f"model.encoders.image.layers={layers}", f"+model.encoders.image.offload={sent}", *more],
         )
         for where, (world, more) in {

@@ -33,20 +33,20 @@ from parallel.work import Grad
 from pipeline.costs import simulate
 
 FULL = {"recompute": "full", "schedule": "one_f_one_b"}
-LAYERS = 8
+LAYERS = 4  # of a stage
 IMAGE = "model.encoders.image.recompute=full"
 KEYS = r"model\.llm\.offload=2 or model\.encoders\.image\.offload=1"
 ON_TWO = ("layout.llm.pp=2", "pipeline=one_f_one_b", "model.llm.recompute=full", "model.llm.offload=1")
 CASES = {
-    "one rank": (5, Case(**FULL)),
-    "dp": (7, Case(**FULL, dp=2)),
-    "tp": (3, Case(**FULL, tp=2)),
-    "cp, shared": (6, Case(**FULL, cp=2, llm_sp="dynamic")),
+    "one rank": (2, Case(**FULL)),
+    "dp, all but what arrives": (3, Case(**FULL, dp=2)),
+    "tp": (1, Case(**FULL, tp=2)),
+    "cp, shared": (2, Case(**FULL, cp=2, llm_sp="dynamic")),
     "pp": (2, Case(**FULL, pp=2)),
     "pp, all but what arrives": (3, Case(**FULL, pp=2)),
     "interleaved": (1, Case(recompute="full", pp=2, schedule="interleaved")),
     "zero bubble": (2, Case(recompute="full", pp=2, schedule="zero_bubble_h1", tp=2)),
-    "experts": (4, Case(**FULL, model="experts", ep=2, dp=2)),
+    "experts": (2, Case(**FULL, model="experts", ep=2, dp=2)),
     "frozen in turn": (2, Case(**FULL, pp=2, frozen="in_turn")),
 }
 
@@ -60,7 +60,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def offloaded(config: Config, count: int) -> Config:
-    return with_values(config, {"model.llm.offload": count, "model.llm.layers": LAYERS})
+    layers = LAYERS * config.layout.llm.pp
+    return with_values(config, {"model.llm.offload": count, "model.llm.layers": layers})
 
 
 def measured(rank: int, config: Config, world: int) -> tuple[Measurement | None, int]:

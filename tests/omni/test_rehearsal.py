@@ -220,9 +220,9 @@ def test_a_rehearsal_equals_a_real_run(
 
 
 def test_experts_are_owned_once(data: Path) -> None:
-    spec = small_job(data, 8, EXPERTS, "layout.llm.tp=2", "layout.llm.ep=4")
+    spec = small_job(data, 4, EXPERTS, "layout.llm.tp=2", "layout.llm.ep=2")
     whole = owned_parameters(small_job(data, 1, EXPERTS), 0)
-    owned = [owned_parameters(spec, rank) for rank in range(8)]
+    owned = [owned_parameters(spec, rank) for rank in range(4)]
     assert {name: sum(of.get(name, 0) for of in owned) for name in whole} == whole
     # The second of two layers has 12 experts, a shared one and a router in place of an MLP.
     dense = owned_parameters(small_job(data, 1), 0)
@@ -436,7 +436,8 @@ def test_the_command_rehearses_experts_of_a_larger_world(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     split = [f"layout.llm.{axis}" for axis in ("tp=2", "cp=2", "pp=2", "ep=4")]
-    line = overrides(data, tmp_path, "train.precision=bf16", "launch.ranks=16", *split, EXPERTS)
+    line = overrides(data, tmp_path, "train.precision=bf16", "launch.ranks=16", *split)
+    line += ["model.llm.layers=2", EXPERTS.replace("dense_layers: 1", "dense_layers: 0")]
     assert main(["rehearse", "--dry", "--rank", "0,15", "--json", *line]) == 0
     for text in capsys.readouterr().out.splitlines():
         figures = json.loads(text)
