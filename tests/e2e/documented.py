@@ -102,7 +102,7 @@ LESS = {
     "launch.ranks=128 data.step_tokens=2097152": f"{_FEWER} --systems megatron,disttrain",
     "omni compare --ablate --systems omni --trace longtail --mixtures 1:9,9:1 cluster.memory_bytes=null "
     "experiment=llama3_70b layout=tp8_pp4 launch.ranks=128 "
-    "data.step_tokens=2097152": f"{_FEWER} --mixtures 1:9",
+    "data.step_tokens=2097152": "launch.ranks=32 data.step_tokens=16384 --mixtures 1:9",
     "omni data balance longtail experiment=llama3_70b launch.ranks=1024": "launch.ranks=64",
     "omni data balance data/mine --config-dir conf experiment=mine launch.ranks=512 "
     "--draw mine.svg": "launch.ranks=8",

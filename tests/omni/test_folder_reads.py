@@ -389,11 +389,11 @@ def one_sleeps(rank: int, url: str, owned_by: list[dict[str, Piece]]) -> str:
     """What a rank says that reads with one that hands nothing on."""
     folder = open_folder(url)
     wanted = wanted_by_pieces(folder, owned_by[rank], torch.float32)
-    with node_group(Tree(2, 2), timedelta(seconds=3)) as group:
+    with node_group(Tree(2, 2), timedelta(seconds=2)) as group:
         reader = FolderReader(folder, group)
         if rank == 1:
             with (
-                patch.object(FolderReader, "_round", lambda *_: time.sleep(6)),
+                patch.object(FolderReader, "_round", lambda *_: time.sleep(4)),
                 pytest.raises(AssertionError),
             ):
                 reader.fill(wanted)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity_runs import measure
+from parity_runs import STEPS, measure
 from ranks import RankPool
 from small import overrides, with_values, write_mixed
 
@@ -134,6 +134,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def line_of(data: Path, folder: Path, *more: str, samples: int = 8) -> list[str]:
+    """A small run of an update that all ranks take, and a step on the new weights."""
+    return overrides(data, folder, f"train.steps={STEPS}", *more, samples=samples)
+
+
 def measure_shifted(rank: int, config: Config, world: int) -> Measurement | None:
     inputs.make_ends = shifted_ends
     try:
@@ -179,7 +184,7 @@ _references: dict[tuple[str, ...], Measurement] = {}
 def reference(ranks: RankPool, data: Path, folder: Path, more: list[str]) -> Measurement:
     model = tuple(key for key in more if key.startswith(MODEL_KEYS))
     if model not in _references:
-        _references[model] = run(ranks, overrides(data, folder / "reference", *model), 1)
+        _references[model] = run(ranks, line_of(data, folder / "reference", *model), 1)
     return _references[model]
 
 
@@ -194,7 +199,7 @@ def assert_equal(one: Measurement, two: Measurement) -> None:
 def test_models_and_policies_equal_one_rank(ranks: RankPool, data: Path, tmp_path: Path, case: str) -> None:
     world, more = CASES[case]
     expected = reference(ranks, data, tmp_path, more)
-    assert_equal(expected, run(ranks, overrides(data, tmp_path / "candidate", *more), world))
+    assert_equal(expected, run(ranks, line_of(data, tmp_path / "candidate", *more), world))
 
 
 def named(spec: RunSpec) -> Config:
@@ -212,7 +217,7 @@ CHOSEN = ["system=omni", "data.microbatch_tokens=80", "data.sample_tokens=null",
 def test_what_is_chosen_equals_one_rank(
     ranks: RankPool, data: Path, tmp_path: Path, world: int, more: list[str]
 ) -> None:
-    spec = prepare_run(compose_config(overrides(data, tmp_path / "candidate", *CHOSEN, *more)), world)
+    spec = prepare_run(compose_config(line_of(data, tmp_path / "candidate", *CHOSEN, *more)), world)
     assert max(spec.planner.next_step(1, 0, 0).taken.lengths) > 80, "no sample is shared for its length"
     expected = reference(ranks, data, tmp_path, [])
     assert_equal(expected, ranks.run(world, measure, named(spec), world)[0])
@@ -225,7 +230,7 @@ def test_what_is_chosen_again_equals_one_rank(
     """A run on four ranks goes on with two, on the same samples, and both equal one rank. The two share the
     longest sample; in two stages nobody is left to share it, and it passes by itself.
     """
-    four = prepare_run(compose_config(overrides(data, tmp_path / "candidate", *CHOSEN, *more)), 4)
+    four = prepare_run(compose_config(line_of(data, tmp_path / "candidate", *CHOSEN, *more)), 4)
     two = prepare_run(four.config, 2)
     assert (two.config.layout.domain, four.config.layout.domain) == ((1, 2) if more else (2, 4))
     assert two.planner.world.take(0) == four.planner.world.take(0)
@@ -238,7 +243,7 @@ def test_a_step_that_does_not_fit_at_once_has_rounds_and_equals_one_rank(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
     more = ["layout.llm.pp=2", "layout.domain=2", "encoder_sp=dynamic", *CHEAP_LINKS]
-    line = overrides(data, tmp_path / "candidate", *more)
+    line = line_of(data, tmp_path / "candidate", *more)
     ample = prepare_run(compose_config(line), 4)
     most = fullest_rank(ample, ample.planner.all_domains(1, 0)).bytes
     spec = prepare_run(compose_config([*line, f"cluster.memory_bytes={most - 1}"]), 4)
@@ -252,7 +257,7 @@ def test_a_step_that_does_not_fit_at_once_has_rounds_and_equals_one_rank(
 @pytest.mark.parametrize("case", [case for case in CASES if "long passes anew" in case])
 def test_some_passes_are_long_and_others_not(data: Path, tmp_path: Path, case: str) -> None:
     world, more = CASES[case]
-    spec = prepare_run(compose_config(overrides(data, tmp_path / "candidate", *more)), world)
+    spec = prepare_run(compose_config(line_of(data, tmp_path / "candidate", *more)), world)
     plan = spec.planner.next_step(1, 0, 0)
     spec.planner.verify(plan)
     anew = [batch.anew for batch in plan.domain.microbatches]
@@ -264,12 +269,12 @@ def test_some_passes_are_long_and_others_not(data: Path, tmp_path: Path, case: s
 @pytest.mark.parametrize("case", [case for case in CASES if "in rounds" in case])
 def test_a_step_of_several_rounds_has_them(data: Path, tmp_path: Path, case: str) -> None:
     world, more = CASES[case]
-    spec = prepare_run(compose_config(overrides(data, tmp_path, *more)), world)
+    spec = prepare_run(compose_config(line_of(data, tmp_path, *more)), world)
     assert spec.planner.next_step(1, 0, 0).domain.rounds == spec.config.pipeline.rounds
 
 
 def test_the_batch_is_uneven(data: Path, tmp_path: Path) -> None:
-    spec = prepare_run(compose_config(overrides(data, tmp_path, "layout=pp2")), 2)
+    spec = prepare_run(compose_config(line_of(data, tmp_path, "layout=pp2")), 2)
     domain = spec.planner.next_step(1, 0, 0).domain
     assert None in domain.routes, "no microbatch is without items"
     rows = [sum(c.rows_of(rank) for c in domain.encoder_batches if rank in c.ranks) for rank in (0, 1)]
@@ -279,14 +284,14 @@ def test_the_batch_is_uneven(data: Path, tmp_path: Path) -> None:
 
 def test_shifted_placeholders_are_caught(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     expected = reference(ranks, data, tmp_path, [])
-    line = overrides(data, tmp_path / "candidate", "layout=pp2")
+    line = line_of(data, tmp_path / "candidate", "layout=pp2")
     worst = compare(expected, run(ranks, line, 2, measure_shifted))[0]
     assert worst.relative > 100 * TOLERANCE
 
 
 def test_a_wrong_norm_of_one_component_is_caught(ranks: RankPool, data: Path, tmp_path: Path) -> None:
     expected = reference(ranks, data, tmp_path, [])
-    line = overrides(data, tmp_path / "candidate", "layout=pp2")
+    line = line_of(data, tmp_path / "candidate", "layout=pp2")
     worst, *others = compare(expected, run(ranks, line, 2, measure_loud))
     assert worst.name == "squared norm of image"
     assert worst.relative == pytest.approx(0.4, rel=1e-3)
@@ -308,9 +313,9 @@ def test_norms_are_those_of_the_gradients(ranks: RankPool, data: Path, tmp_path:
 def test_frozen_components_stay_and_the_rest_agrees(
     ranks: RankPool, data: Path, tmp_path: Path, frozen: str
 ) -> None:
-    more = [f"+optim.components={{{frozen}: {{frozen: [[1, 3]]}}}}"]
-    one = run(ranks, overrides(data, tmp_path / "reference", *more), 1)
-    two = run(ranks, overrides(data, tmp_path / "candidate", *more, "layout=pp2"), 2)
+    more = [f"+optim.components={{{frozen}: {{frozen: [[1, 2]]}}}}"]
+    one = run(ranks, line_of(data, tmp_path / "reference", *more), 1)
+    two = run(ranks, line_of(data, tmp_path / "candidate", *more, "layout=pp2"), 2)
     assert not any(name.startswith(frozen + "/") for name in one.gradients)
     assert_equal(one, two)
 
@@ -318,9 +323,9 @@ def test_frozen_components_stay_and_the_rest_agrees(
 def test_a_component_that_is_frozen_throughout_does_not_change(
     ranks: RankPool, data: Path, tmp_path: Path
 ) -> None:
-    before = run(ranks, overrides(data, tmp_path / "a", "train.steps=1", "optim.lr=0"), 1)
+    before = run(ranks, line_of(data, tmp_path / "a", "train.steps=1", "optim.lr=0"), 1)
     more = "+optim.components={image: {frozen: [[1, 9]]}}"
-    after = run(ranks, overrides(data, tmp_path / "b", more), 1)
+    after = run(ranks, line_of(data, tmp_path / "b", more), 1)
     for name, weight in after.weights.items():
         assert torch.equal(weight, before.weights[name]) == name.startswith("image/"), name
 
@@ -330,7 +335,7 @@ def test_biases_of_experts_stand_still_while_the_llm_is_frozen(
     ranks: RankPool, data: Path, tmp_path: Path, world: int, layout: list[str]
 ) -> None:
     def biases(steps: int, *more: str) -> torch.Tensor:
-        line = overrides(data, tmp_path / f"{steps}{len(more)}", MOE, *layout, f"train.steps={steps}", *more)
+        line = line_of(data, tmp_path / f"{steps}{len(more)}", MOE, *layout, f"train.steps={steps}", *more)
         weights = run(ranks, line, world).weights
         return torch.cat([of for name, of in weights.items() if name.endswith(".expert_bias")])
 
@@ -352,7 +357,7 @@ def test_a_first_step_without_targets_is_refused(ranks: RankPool, tmp_path: Path
     with DatasetWriter(tmp_path / "data", ByteTokenizer()) as writer:
         for i in range(4):
             writer.add(Sample(str(i), "nothing to learn", targets=()))
-    line = overrides(tmp_path / "data", tmp_path / "run", samples=2)
+    line = line_of(tmp_path / "data", tmp_path / "run", samples=2)
     (message,) = ranks.run(1, _refusal, compose_config(line))
     assert message.startswith("step 1 has no target token")
     assert "data.step_samples" in message

@@ -249,13 +249,18 @@ def unending(folder: Path) -> None:
 
 # Forks, says the child's number, plans for ever.
 PARENT = """
-import sys
+import sys, time
+from types import SimpleNamespace
 sys.path[:0] = {path!r}
-from test_plan_process import Broken, PlannerProcess
-process = PlannerProcess(Broken(), timeout_s=3600)
-process(6, 0, 0)  # by now it has a name
+from omni.planning.plan_process import PlannerProcess
+class Sleeping(SimpleNamespace):
+    def next_step(self, step, cursor, domain):
+        time.sleep(3600 * (step > 1))
+        return SimpleNamespace(digests=(step, cursor, domain))
+process = PlannerProcess(Sleeping(verify=lambda plan: None), timeout_s=3600)
+process(1, 0, 0)  # by now it has a name
 print(process.pid, flush=True)
-process(5, 0, 0)
+process(2, 0, 0)
 """
 
 

@@ -270,7 +270,8 @@ def _restores(rank: int, config: Config, hangs: bool) -> list[int]:
         for number, piece in enumerate(read(*given)):
             if hangs:
                 go.wait(20)
-            time.sleep(0.3 * (number < 10))
+            else:
+                time.sleep(0.3 * (number < 10))
             yield piece
 
     def restored(*_: Any) -> None:
