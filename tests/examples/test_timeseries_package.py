@@ -386,10 +386,24 @@ def measure_installed(
         sys.path.remove(str(site))
 
 
-def test_under_the_installed_policy_two_ranks_equal_one(ranks: RankPool, site: Path, tmp_path: Path) -> None:
-    write_uneven(tmp_path / "uneven")
-    one = ranks.run(1, measure, line(tmp_path / "uneven", tmp_path / "one"), 1)[0]
-    more = line(tmp_path / "uneven", tmp_path / "two", "balance=snake")
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uneven") / "uneven"
+    write_uneven(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(ranks: RankPool, uneven: Path) -> Measurement:
+    """What one rank makes of the series."""
+    found: Measurement = ranks.run(1, measure, line(uneven, uneven.parent / "one"), 1)[0]
+    return found
+
+
+def test_under_the_installed_policy_two_ranks_equal_one(
+    ranks: RankPool, site: Path, tmp_path: Path, uneven: Path, one: Measurement
+) -> None:
+    more = line(uneven, tmp_path / "two", "balance=snake")
     two, policies = ranks.run(2, measure_installed, site, more, 2)[0]
     assert "balance=snake" in policies
     assert compare(one, two)[0].relative <= TOLERANCE
@@ -397,23 +411,19 @@ def test_under_the_installed_policy_two_ranks_equal_one(ranks: RankPool, site: P
 
 
 def test_under_policies_of_every_kind_four_ranks_equal_one(
-    ranks: RankPool, site: Path, tmp_path: Path
+    ranks: RankPool, site: Path, tmp_path: Path, uneven: Path, one: Measurement
 ) -> None:
-    write_uneven(tmp_path / "uneven")
-    one = ranks.run(1, measure, line(tmp_path / "uneven", tmp_path / "one"), 1)[0]
-    more = line(tmp_path / "uneven", tmp_path / "four", "layout=pp2", "layout.domain=2", *EVERY_KIND)
+    more = line(uneven, tmp_path / "four", "layout=pp2", "layout.domain=2", *EVERY_KIND)
     four, policies = ranks.run(4, measure_installed, site, more, 4)[0]
     assert set(EVERY_KIND) == set(policies.split(", "))
     assert compare(one, four)[0].relative <= TOLERANCE
     assert compare_weights(one, four)[0].relative <= WEIGHT_TOLERANCE
 
 
-def test_layouts_equal_one_rank(ranks: RankPool, tmp_path: Path) -> None:
-    write_uneven(tmp_path / "uneven")
-    one = ranks.run(1, measure, line(tmp_path / "uneven", tmp_path / "one"), 1)[0]
+def test_layouts_equal_one_rank(ranks: RankPool, tmp_path: Path, uneven: Path, one: Measurement) -> None:
     assert any(name.startswith("series/") for name in one.gradients)
     for more in ([], ["layout=pp2"], ["layout=pp2", "encoder_sp=all"], ["placement=disaggregated"]):
-        two = ranks.run(2, measure, line(tmp_path / "uneven", tmp_path / "two", *more), 2)[0]
+        two = ranks.run(2, measure, line(uneven, tmp_path / "two", *more), 2)[0]
         worst, drifted = compare(one, two)[0], compare_weights(one, two)[0]
         assert worst.relative <= TOLERANCE, (more, worst)
         assert drifted.relative <= WEIGHT_TOLERANCE, (more, drifted)
