@@ -10,6 +10,7 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from operator import itemgetter
 
+from omni.planning.replanning import Refused, Replanning
 from parallel.costs import CostTable
 from pipeline.builders.one_queue.moves import moves_of, queue_ns
 from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
@@ -17,25 +18,18 @@ from pipeline.costs import begun_before, plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.simulator import Timeline
 
-Refused = tuple[DomainPlan, int]
-"""A plan that does not fit, or may not, and the bytes that it is beyond."""
-
 
 def quickest_first(
     planned: Sequence[DomainPlan],
-    in_other_orders: Callable[[DomainPlan], Iterable[DomainPlan]],
-    otherwise: Callable[[DomainPlan, int], Iterable[DomainPlan]],
-    beyond: Callable[[DomainPlan], int],
-    leaner: Callable[[Sequence[Refused]], Iterable[Refused]],
+    replanning: Replanning,
     queued: Callable[[DomainPlan], DomainPlan],
     table: CostTable,
     single_queue: bool,
 ) -> Iterator[DomainPlan]:
-    """Yield plans that are not `beyond` what devices hold, in bytes, in the order of their simulated times;
-    then `leaner` plans that are not, and of those that are the one that is least, all with the lists that
-    `queued` makes of them. The quickest candidate that fits is planned `in_other_orders`, too. One that does
-    not fit is planned `otherwise`, given with the bytes that it is beyond; leaner plans are made of all that
-    do not, quicker ones first.
+    """Yield plans that are not beyond what devices hold in the order of their simulated times; then leaner
+    plans that are not, and of those that are the one that is least, all with the lists that `queued` makes of
+    them. The quickest candidate that fits is planned in other orders, too. One that does not fit is planned
+    otherwise; leaner plans are made of all that do not, quicker ones first: `replanning` makes them.
     """
     runs = [run_freely(each, *plan_costs(each, table)) for each in planned]
     queue = [(free.makespan_ns, at, False, free.domain) for at, free in enumerate(runs)]
@@ -51,18 +45,18 @@ def quickest_first(
         _, at, is_made, made = heappop(queue)
         if is_made:
             yield made
-        elif (more := beyond(made)) > 0:
+        elif (more := replanning.beyond(made)) > 0:
             others.append((more, made))
             if not ordered:
                 refused.append((made, more))
-                consider(otherwise(made, more))
+                consider(replanning.otherwise(made, more))
         else:
             if not ordered:
                 ordered = True
-                consider(in_other_orders(made))
+                consider(replanning.in_other_orders(made))
             ns, made = _queued(runs[at], table, single_queue)
             heappush(queue, (ns, at, True, made))
-    for made, more in leaner(refused):
+    for made, more in replanning.leaner(refused):
         if more > 0:
             others.append((more, made))
         else:

@@ -21,18 +21,10 @@ from dataloader.packing import PackingPolicy
 from dataloader.pairing import PairingPolicy, Pairs
 from dataloader.tokens import SampleMeta, item_row_offsets, length
 from omni.models.item_layout import LayoutOf, plain_layout
-from omni.planning.candidates import Refused, quickest_first
+from omni.planning.candidates import quickest_first
 from omni.planning.microbatches import ReplicaPacks, encoded_with, microbatch_of, packed
-from omni.planning.rounds import (
-    PORTIONS,
-    Hope,
-    batches_of_rounds,
-    helps,
-    of_encoders,
-    rounds_to_try,
-    starts_of,
-    workspace_at_once,
-)
+from omni.planning.replanning import Replanning
+from omni.planning.rounds import batches_of_rounds, starts_of
 from omni.planning.sample_costs import Costing
 from omni.planning.sharing import EncoderBatching, Sharing, make_encoder_batches, make_even_encoder_batches
 from parallel.boundary import Route
@@ -46,7 +38,7 @@ from parallel.work import virtual_stage_name
 from pipeline.builders import Facts, Order, SchedulePolicy, as_ordered, build_forward_only, without_frozen
 from pipeline.builders.one_queue.serial import serialise
 from pipeline.builders.rounds import in_rounds
-from pipeline.builders.schedule import candidates_of, lean_of
+from pipeline.builders.schedule import candidates_of
 from pipeline.costs import begun_before, plan_costs, plan_memory
 from pipeline.domain_plan import DomainPlan, EncoderBatch, Microbatch, PlannedItem, Point
 from pipeline.expand import expand
@@ -245,59 +237,21 @@ class DomainPlanner:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
         vpp, pp = self.arrangement.llm.vpp, self.arrangement.llm.pp
         candidates = candidates_of(self.schedule, vpp, pp, guarded=self.guarded)
-        of_name = {policy.name: policy for each in candidates for policy in (each, each.shallower) if policy}
 
-        def scheduled(policy: SchedulePolicy, rounds: int, portions: int = 1) -> DomainPlan:
-            pairs = orders(policy.fills_gaps)[0]
+        def make(policy: SchedulePolicy, rounds: int, portions: int, order: int) -> DomainPlan:
+            pairs = orders(policy.fills_gaps)[order]
             return self._scheduled(batched, ranks, frozen, policy, pairs, rounds, portions)
 
-        # By schedule: the portions of its last plan, and what the one before was beyond and might free.
-        tried: dict[str, tuple[int, Hope | None]] = {}
+        def count(policy: SchedulePolicy) -> int:
+            return len(orders(policy.fills_gaps))
 
-        def in_other_orders(plan: DomainPlan) -> Iterator[DomainPlan]:
-            policy = of_name[plan.schedule]
-            portions, _ = tried.get(plan.schedule, (1, None))
-            for pairs in orders(policy.fills_gaps)[1:]:
-                yield self._scheduled(batched, ranks, frozen, policy, pairs, self.rounds or 1, portions)
-
-        def otherwise(plan: DomainPlan, more: int) -> Iterator[DomainPlan]:
-            policy = of_name[plan.schedule]
-            portions, before = tried.get(plan.schedule, (1, None))
-            now = more, workspace_at_once(plan, self.table)
-            if policy.shallower is not None and self.schedule.candidates and portions == 1:
-                yield scheduled(policy.shallower, self.rounds or 1)
-            if portions < PORTIONS and now[1] >= more and helps(before, now):
-                tried[plan.schedule] = 2 * portions, now
-                yield scheduled(policy, self.rounds or 1, 2 * portions)
-
-        def leaner(refused: Sequence[Refused]) -> Iterator[Refused]:
-            whole = dict[str, Refused]()  # of each schedule the plan in no portions, which came first
-            for each in refused:
-                whole.setdefault(each[0].schedule, each)
-            ahead = [each for name, each in whole.items() if of_name[name].encodes_ahead]
-            last = {name: (more, of_encoders(plan, self.table)) for name, (plan, more) in whole.items()}
-            in_vain = set[str]()
-            for number, rounds in rounds_to_try(ahead if self.rounds is None else (), self.table):
-                name = ahead[number][0].schedule
-                for portions in (1, 2) if name not in in_vain else ():
-                    plan = scheduled(of_name[name], rounds, portions)
-                    yield plan, (more := beyond(plan))
-                    now = more, of_encoders(plan, self.table)
-                    if portions == 1 and not helps(last[name], now):
-                        in_vain.add(name)
-                    last[name] = now
-                    if name in in_vain or not workspace_at_once(plan, self.table):
-                        break
-            for policy in lean_of(self.schedule, vpp):
-                yield (plan := scheduled(policy, 1)), beyond(plan)
-
-        planned = [scheduled(policy, self.rounds or 1) for policy in candidates]
+        planned = [make(policy, self.rounds or 1, 1, 0) for policy in candidates]
         others = self.guarded and (self.schedule.lean or candidates[0].encodes_ahead)
-        if len(planned) == 1 and not others and len(orders(candidates[0].fills_gaps)) == 1:
+        if len(planned) == 1 and not others and count(candidates[0]) == 1:
             yield self._with_one_queue(planned[0])
             return
-        one_queue = self._with_one_queue, self.table, self.single_queue
-        yield from quickest_first(planned, in_other_orders, otherwise, beyond, leaner, *one_queue)
+        replanning = Replanning(make, count, self.schedule, candidates, vpp, self.rounds, self.table, beyond)
+        yield from quickest_first(planned, replanning, self._with_one_queue, self.table, self.single_queue)
 
     def next_tokens(self, domain: DomainPlan, lasting: Sequence[int]) -> DomainPlan:
         """Plan one token more of samples whose sequences a forward pass has left whole on cp ranks of the
@@ -335,7 +289,7 @@ class DomainPlanner:
         policy: SchedulePolicy,
         pairs: Pairs,
         rounds: int,
-        portions: int = 1,
+        portions: int,
     ) -> DomainPlan:
         """Plan the encoder batches, routes and ops of a domain of global `ranks` by one schedule in so many
         rounds, ops for a queue for each communicator. Encoder batches are coarse where the schedule allows

@@ -1,5 +1,5 @@
-"""Planning without looks for garbage: among a plan's many small objects there is little, and they took a fourth
-of the time.
+"""Planning without looks for garbage: among a plan's many small objects there is little, and looking took a
+fourth of the time.
 """
 
 import gc

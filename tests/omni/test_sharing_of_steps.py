@@ -321,16 +321,16 @@ def test_more_rounds_or_portions_are_not_tried_where_fewer_brought_nothing():
 def test_rounds_are_tried_of_plans_in_no_portions_the_quickest_first(monkeypatch):
     tried = []
 
-    def refusing(planned, in_other_orders, otherwise, beyond, leaner, *queue):
+    def refusing(planned, replanning, *queue):
         first, second, third = planned[:3]
         in_portions = replace(first, encoder_batches=())
-        list(leaner([(first, 1), (second, 2), (in_portions, 3), (third, 4)]))
+        list(replanning.leaner([(first, 1), (second, 2), (in_portions, 3), (third, 4)]))
         tried[:0] = [first, second, third]
         yield first
 
     monkeypatch.setattr("omni.planning.domain_planner.quickest_first", refusing)
     monkeypatch.setattr(
-        "omni.planning.domain_planner.rounds_to_try",
+        "omni.planning.replanning.rounds_to_try",
         lambda refused, table: tried.extend(plan for plan, _ in refused) or iter(()),
     )
     heavy_step("auto").next_step(1, 0, 0)
