@@ -84,8 +84,9 @@ class Load:
     that give losses (padded, over its tensor-parallel ranks), `rows` what this rank of an encoder passes on
     and `most_rows` the most of any rank that shares its layers. `routed` are the tokens that each rank of its
     expert group sends to experts, of which this rank is number `router`; empty where there are no experts.
-    `frozen` says that no weight learns, so that only what gradients of inputs take is kept. Layers with a
-    window attend as `windowed` says, None for as all others do. All layers of the LLM are computed `anew` for
+    `frozen` says that no weight learns, so that only what gradients of inputs take is kept; `rowless`, that
+    then no rows of encoders are put among embeddings, which are the inputs themselves. Layers with a window
+    attend as `windowed` says, None for as all others do. All layers of the LLM are computed `anew` for
     its backward if so, else those that `recompute` names.
     """
 
@@ -98,6 +99,7 @@ class Load:
     routed: tuple[int, ...] = ()
     router: int = 0
     frozen: bool = False
+    rowless: bool = False
     windowed: Attended | None = None
     anew: bool = False
 

@@ -244,9 +244,11 @@ def llm_virtual_stage(
         owned=not config.tied or layout.pp > 1,
         shared=config.tied and apart,
     )
+    stacks = tuple(cut(_stacks(config, layers, number, layout, element), config.offload))
+    into = stacks[0].dense if isinstance(stacks[0], ExpertStack) else stacks[0]
     return VirtualStage(
-        stacks=tuple(cut(_stacks(config, layers, number, layout, element), config.offload)),
-        embedding=WordEmbedding(ids, config.hidden, tp, element, apart) if first else None,
+        stacks=stacks,
+        embedding=WordEmbedding(ids, config.hidden, tp, element, apart, into) if first else None,
         norm=FinalNorm(config.hidden, config.norm, tp > 1, tp) if last else None,
         losses=losses if last else None,
         further=_further(config, losses, layout) if last else (),

@@ -3,8 +3,9 @@
 All sizes are bytes unless they are called elements. Shapes: T tokens, D width, n targets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from omni.models.stack import Stack
 from ops.linear import linear_bytes, linear_flops
 from parallel.work import (
     FP32,
@@ -24,13 +25,16 @@ _FOUND = 2 * FP32  # and its loss, with what that is the sum of
 
 @dataclass(frozen=True)
 class WordEmbedding:
-    """Word embeddings of `ids`, this rank's share of the vocabulary; `shared` with an output elsewhere."""
+    """Word embeddings of `ids`, this rank's share of the vocabulary; `shared` with an output elsewhere. What
+    is looked up goes `into` layers, which need not keep it.
+    """
 
     ids: int
     hidden: int
     tp: int
     element: int
     shared: bool
+    into: Stack
 
     def weights(self) -> tuple[Weight, ...]:
         """The table."""
@@ -40,7 +44,9 @@ class WordEmbedding:
         """Each rank looks up its ids among all tokens, and their sums are scattered."""
         shard = load.tokens // self.tp * self.hidden * self.element
         looked_up = load.tokens * (INDEX + 1) if self.tp > 1 else 0  # ids of this rank's share, and which
-        kept = shard + looked_up * (not load.frozen)
+        # Where adapters learn in the layers, the embedding alone is frozen.
+        stays = self.into.keeps_stream(replace(load, frozen=load.frozen and self.into.lora is None))
+        kept = shard * (stays or load.rowless) + looked_up * (not load.frozen)
         return Work(collectives=reduce_scatter("tp", shard, self.tp), kept=kept)
 
     def backward(self, load: Load, grad: Grad) -> Work:

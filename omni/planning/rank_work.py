@@ -93,6 +93,8 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
     domain_rank = arrangement.global_ranks(number).index(rank)
     held, last = domain.virtual_stages(domain_rank), domain.num_virtual_stages - 1
     llm = {number: spec.work[virtual_stage_name(LLM, number)] for number in held}
+    rows_in = tuple(route.arriving[domain_rank] if route is not None else 0 for route in domain.routes)
+    frozen = not plan.trains(LLM)
     return RankWork(
         rank=rank,
         domain_rank=domain_rank,
@@ -104,7 +106,8 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
         passes={
             (m, number): replace(
                 pass_load(domain, m, domain_rank, part, losses=number == last, messages=messages),
-                frozen=not plan.trains(LLM),
+                frozen=frozen,
+                rowless=frozen and number == 0 and not rows_in[m],
             )
             for m in range(len(domain.microbatches))
             for number, part in llm.items()
@@ -117,7 +120,7 @@ def rank_work(spec: Workload, plan: StepPlan, rank: int, *, messages: bool = Tru
             for name in [batch.component]
             if domain_rank in batch.ranks
         },
-        rows_in=tuple(route.arriving[domain_rank] if route is not None else 0 for route in domain.routes),
+        rows_in=rows_in,
         rows_out=tuple(route.leaving[domain_rank] if route is not None else 0 for route in domain.routes),
         trained=tuple(name for name in plan.components if plan.trains(name)),
         learnt=tuple(

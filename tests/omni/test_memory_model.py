@@ -249,8 +249,13 @@ CAUSES = {
     ),
     "a frozen layer without norms ahead does not keep the stream": (
         2,
-        [1],
+        [0, 1],
         [*NARROW, "model.llm.norms=after", FROZEN, "layout.llm.pp=2"],
+    ),
+    "it does where no rows came to a rank, whose embeddings are what gradients are of": (
+        4,
+        [0],
+        [*NARROW, "model.llm.norms=after", FROZEN, "layout=pp2", "layout.llm.dp=2", "layout.domain=2"],
     ),
     "what is behind experts without a shared one goes with their first step": (
         1,
