@@ -50,15 +50,14 @@ Keys = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Tried:
-    """A candidate: its keys, the simulated nanoseconds of a step, why it cannot be, if so, the bytes that a
-    rank would hold `beyond` its device's memory, and the most rounds in which a step fits.
+    """A candidate: its keys, the simulated nanoseconds of a step, why it cannot be, if so, and the bytes that
+    a rank would hold `beyond` its device's memory.
     """
 
     keys: Keys
     step_ns: int | None = None
     refused: str = ""
     beyond: int = 0
-    rounds: int = 1
 
 
 @dataclass(frozen=True)

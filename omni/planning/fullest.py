@@ -90,22 +90,21 @@ def beyond(spec: Workload, table: CostTable, plan: StepPlan) -> int:
     beyond its share of the host's memory, at most 0 if it fits; nothing where these are not known.
     """
     device, host = spec.cluster.memory_bytes, spec.cluster.host_bytes
-    if device is None and host is None:
+    sends = host is not None and any(cost.copies for cost in table.parts.values())
+    if device is None and not sends:
         return 0
     works = _works(spec, plan, _likely_fullest(table, plan))
     more = []
     if device is not None:
         peaks = (_peak(spec, plan, work).bytes for work in works)
         more.append(_over(device, max(peaks), lambda: fullest_rank(spec, [plan]).bytes))
-    if host is not None:
+    if host is not None and sends:
         more.append(_over(host, max(map(model_host, works)), lambda: most_on_host(spec, table, plan)))
     return max(more)
 
 
 def _over(most: int, likely: int, of_all: Callable[[], int]) -> int:
-    """The bytes beyond `most`: all ranks are looked at only where the likely ones are clearly neither within
-    nor beyond that.
-    """
+    """The bytes beyond `most`: all ranks are asked only where the likely ones have nearly that."""
     return (of_all() if CLEARLY * most < likely <= most else likely) - most
 
 

@@ -62,14 +62,13 @@ def _simulated(
         spec = make(config)
     except ValueError as error:
         return Tried(keys, refused=str(error))
-    total, seen, beyond, rounds, refused = 0, 0, 0, 1, ""
+    total, seen, beyond, refused = 0, 0, 0, ""
     first, cursor = begin
     for count in range(1, steps + 1):
         slowest = 0
         for plan, more in _first_plans(spec, first + count - 1, cursor):
             timeline = simulate(plan.domain, spec.table, spec.planner.domain.single_queue)
             slowest, beyond = max(slowest, timeline.makespan_ns), max(beyond, more)
-            rounds = max(rounds, plan.domain.rounds)
             so_far = Tried(keys, total + slowest, "beyond" if beyond > 0 else "", beyond)
             if beyond > 0 or (beside is not None and not gains(so_far, beside, 0)):
                 break
@@ -81,7 +80,7 @@ def _simulated(
         seen, cursor = seen + len(plan.taken), plan.taken.next_cursor
         if seen >= ENOUGH:
             break
-    return Tried(keys, total // count, refused, beyond, rounds)
+    return Tried(keys, total // count, refused, beyond)
 
 
 def _first_plans(spec: RunSpec, step: int, cursor: int) -> Iterator[tuple[StepPlan, int]]:

@@ -94,7 +94,7 @@ MODELS = {
         {"tp2 ep4": TP2_EP4, "zero2 pp2 ep2": (4, ["layout.llm.zero=2", *PP2_EP2[1]])},
     ),
 }
-LONGER = {"tp4", "cp2 tp2", "dp3", "beside pp2+2", "stage0 pp3"}
+LONGER = {"tp4", "tp4 ep2", "cp2 tp2", "dp3", "beside pp2+2", "stage0 pp3", "pp2 recomputed"}
 MOVES = [
     pytest.param(model, layout, marks=pytest.mark.slow if layout in LONGER else ())
     for model in MODELS

@@ -93,7 +93,10 @@ def _train(
     return trainer.step, bits(trainer), done
 
 
-@pytest.mark.parametrize("layout", ["layout.llm.pp=2", "layout.llm.tp=2", "layout.llm.pp=1"])
+@pytest.mark.parametrize(
+    "layout",
+    ["layout.llm.pp=2", pytest.param("layout.llm.tp=2", marks=pytest.mark.slow), "layout.llm.pp=1"],
+)
 def test_a_run_is_the_same_whenever_its_steps_are_settled(
     ranks: RankPool, data: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -46,9 +46,9 @@ def test_a_pack_is_what_transformers_makes_of_each_item(name: str, tmp_path: Pat
     [
         ("Qwen3-VL", "merge: 1", ["layout=pp2"]),
         ("Qwen2.5-VL", "merge: 1", ["layout.domain=2", "encoder_sp=all"]),
-        ("SigLIP2", "merge: 1", ["layout=pp2"]),
+        pytest.param("SigLIP2", "merge: 1", ["layout=pp2"], marks=pytest.mark.slow),
         ("InternViT", "merge: 2", ["layout=pp2"]),
-        ("Whisper", "merge: 2", ["layout=pp2"]),
+        pytest.param("Whisper", "merge: 2", ["layout=pp2"], marks=pytest.mark.slow),
     ],
 )
 def test_two_ranks_equal_one(ranks: RankPool, name: str, keys: str, more: list[str], tmp_path: Path) -> None:
