@@ -51,6 +51,11 @@ def _all_anew(layers: Stack | ExpertStack) -> Stack | ExpertStack:
     return replace(layers, recompute="full")
 
 
+def _dense(layers: Stack | ExpertStack) -> Stack:
+    """The layers, or of those with experts what they are beside these."""
+    return layers.dense if isinstance(layers, ExpertStack) else layers
+
+
 @dataclass(frozen=True)
 class VirtualStage:
     """A virtual stage of the LLM on one rank: layers, after the embedding in the first, before losses in the
@@ -70,7 +75,10 @@ class VirtualStage:
     @cached_property
     def _anew(self) -> "VirtualStage":
         """The virtual stage in passes whose layers are all computed anew."""
-        return replace(self, stacks=tuple(map(_all_anew, self.stacks)))
+        stacks, embedding = tuple(map(_all_anew, self.stacks)), self.embedding
+        return replace(
+            self, stacks=stacks, embedding=embedding and replace(embedding, into=_dense(stacks[0]))
+        )
 
     @property
     def _stacks(self) -> tuple[Stack | ExpertStack, ...]:
@@ -245,10 +253,10 @@ def llm_virtual_stage(
         shared=config.tied and apart,
     )
     stacks = tuple(cut(_stacks(config, layers, number, layout, element), config.offload))
-    into = stacks[0].dense if isinstance(stacks[0], ExpertStack) else stacks[0]
+    embedding = WordEmbedding(ids, config.hidden, tp, element, apart, _dense(stacks[0]))
     return VirtualStage(
         stacks=stacks,
-        embedding=WordEmbedding(ids, config.hidden, tp, element, apart, into) if first else None,
+        embedding=embedding if first else None,
         norm=FinalNorm(config.hidden, config.norm, tp > 1, tp) if last else None,
         losses=losses if last else None,
         further=_further(config, losses, layout) if last else (),

@@ -280,6 +280,11 @@ CAUSES = {
         }.items()
         for layers, sent in ((6, 2), (6, 4), (6, 5), (4, 3))
     },
+    "embeddings of a frozen LLM stay where layers of a long pass are computed anew": (
+        2,
+        [0],
+        [*LONG, *NARROW, "model.llm.norms=after", FROZEN, "layout=pp2", "model.llm.layers=2"],
+    ),
     "passes of long samples keep inputs of layers alone": (1, [0], [*LONG, "model.llm.ffn=2048"]),
     "attention is not computed anew by itself in layers that are": (
         2,
