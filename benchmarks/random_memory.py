@@ -114,6 +114,8 @@ def _llm(rng: random.Random, tp: int, virtual_stages: int, ranks: int) -> list[s
         sizes["offload"] = rng.randint(0, sizes["layers"] // virtual_stages - 1)
     else:
         sizes["recompute_long"] = rng.random() < 0.5
+    if sizes["recompute"] == "full" or sizes["recompute_long"]:
+        sizes["keep_attention"] = rng.random() < 0.5
     sizes |= _heads(rng, sizes["norm"])
     keys = [f"model.llm.{key}={value}" for key, value in sizes.items()]
     if rng.random() < 0.35:

@@ -283,7 +283,8 @@ class LLMConfig:
 
     What of layers is kept for their backward is decided by `recompute`: all, all but what attention makes, or
     a layer's input alone. With `recompute_long` passes of one long sample keep inputs alone: those in which
-    some rank has more tokens than a pack of several samples may have. With `full`, `offload` layers of each
+    some rank has more tokens than a pack of several samples may have. With `keep_attention` such layers keep
+    what attention puts out, too, and do not attend a second time. With `full`, `offload` layers of each
     virtual stage, from its second on, have their inputs on the host from their forward to their backward.
 
     What of this no module computes yet is refused where modules are made (`omni.planning.trainable`).
@@ -325,6 +326,7 @@ class LLMConfig:
     loss_chunk: int = at_least(1, 4096)
     recompute: str = one_of((*RECOMPUTE, "auto"), "none")
     recompute_long: bool = False
+    keep_attention: bool = False
     offload: int = at_least(0, 0)
     moe: MoEConfig = field(default_factory=MoEConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -347,6 +349,12 @@ class LLMConfig:
             lambda own: not own.recompute_long or own.recompute in ("none", "selective"),
             "with recompute={recompute}: it says which passes keep less than others do: set recompute=none "
             "or selective, or this to false",
+        ),
+        Rule(
+            "keep_attention",
+            lambda own: not own.keep_attention or own.recompute == "full" or own.recompute_long,
+            "with recompute={recompute} and recompute_long=false: it says what is kept of layers that are "
+            "made anew: set recompute=full or recompute_long=true, or this to false",
         ),
         Rule(
             "offload",

@@ -10,6 +10,7 @@ import torch
 
 from ops.attention import Packing
 from ops.delta_shape import DeltaHeads
+from ops.kept_attention import KeptAttention
 from ops.one_copy import later
 from ops.rotary import PLAIN, Scaling, rotary_table
 from parallel.megatron import PackedSeqParams
@@ -54,7 +55,8 @@ class PackedTokens(PackedSeqParams):
     to the input of a layer: (tokens [R], rows [R, D]) by the layer's number in the model. `windowed` is
     what layers with a window see instead, where there are any, and `delta` what delta nets need to know.
     `recalled` says what layers kept of its sequences in passes before this one, of generation. All layers are
-    computed `anew` for the backward if so, else what the model's configuration says.
+    computed `anew` for the backward if so, else what the model's configuration says; `kept` is then, for one
+    pass, what attention puts out, which is not.
     """
 
     attention: AttentionPlan | None = None
@@ -64,6 +66,7 @@ class PackedTokens(PackedSeqParams):
     delta: DeltaPlan | None = None
     recalled: Recalled | None = None
     anew: bool = False
+    kept: KeptAttention | None = None
 
     @property
     def tokens(self) -> int:

@@ -12,7 +12,8 @@ exchanged follows from the tiles of all ranks, so all ranks agree.
 Shapes: T tokens of this rank, N query heads, K key/value heads, H head size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +27,9 @@ from parallel.held_pieces import EARLY, LATE, SHARED, num_during_incoming, piece
 from parallel.sequence import SequenceLayout
 from parallel.tile_plan import TileGroup, TilePlan, plan_tiles
 from parallel.tiles import AttentionShape, Tile
+
+Inside = Callable[[], AbstractContextManager[object]]
+"""What kernels are called inside of."""
 
 
 @dataclass(frozen=True)
@@ -106,24 +110,29 @@ def sharded_attention(
     group: dist.ProcessGroup | None,
     scale: float | None = None,
     sinks: torch.Tensor | None = None,
+    inside: Inside = nullcontext,
 ) -> torch.Tensor:
     """Attend within each sequence: query [T, N, H], key and value [T, K, H] of this rank → [T, N, H].
-    `sinks` [N], the same on all ranks of the group, take part in the softmax of each head.
+    `sinks` [N], the same on all ranks of the group, take part in the softmax of each head. What is computed
+    here, exchanges apart, runs `inside`.
 
     If any sequence is shared, every rank of `group` calls it, also one without tokens, and if one runs the
     backward, all do. Otherwise it is `packed_attention` and needs no group.
     """
     assert query.shape[0] == plan.tokens, f"{query.shape[0]} tokens for a plan of {plan.tokens}"
     if plan.tiles is None:
-        return packed_attention(query, key, value, plan.early, scale, sinks)
+        with inside():
+            return packed_attention(query, key, value, plan.early, scale, sinks)
     assert group is not None, "shared sequences need a communicator"
     q, k, v = (divide(x, plan.runs) for x in (query, key, value))
     into, out = plan.exchanges
     incoming = start(into, (q[SHARED], k[SHARED], v[SHARED]), group)
-    early = _attend_here(q[EARLY], k[EARLY], v[EARLY], plan.early, scale, sinks)
-    tiles = _attend_tiles(finish(incoming), plan, scale, sinks)
+    early = _attend_here(q[EARLY], k[EARLY], v[EARLY], plan.early, scale, sinks, inside)
+    tensors = finish(incoming)
+    with inside():
+        tiles = _attend_tiles(tensors, plan, scale, sinks)
     outgoing = start(out, tiles, group)
-    late = _attend_here(q[LATE], k[LATE], v[LATE], plan.late, scale, sinks)
+    late = _attend_here(q[LATE], k[LATE], v[LATE], plan.late, scale, sinks, inside)
     (shared,) = finish(outgoing)
     return join((shared, early, late), plan.runs)
 
@@ -135,9 +144,13 @@ def _attend_here(
     packing: Packing,
     scale: float | None,
     sinks: torch.Tensor | None,
+    inside: Inside,
 ) -> torch.Tensor:
     """Without tokens nothing is launched: tiles alone keep all inputs in the graph."""
-    return packed_attention(q, k, v, packing, scale, sinks) if packing.tokens else q
+    if not packing.tokens:
+        return q
+    with inside():
+        return packed_attention(q, k, v, packing, scale, sinks)
 
 
 def _attend_tiles(

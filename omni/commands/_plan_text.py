@@ -132,7 +132,8 @@ def _computed_anew(spec: RunSpec, domain: DomainPlan) -> Iterator[tuple[str, str
     """How many microbatches have all layers computed anew, where that is not one and the same for all."""
     if spec.config.model.llm.recompute_long:
         anew = sum(batch.anew for batch in domain.microbatches)
-        yield "all layers computed anew", f"in {anew} of {len(domain.microbatches)} microbatches"
+        but = ", but for attention" if spec.config.model.llm.keep_attention else ""
+        yield "all layers computed anew", f"in {anew} of {len(domain.microbatches)} microbatches{but}"
 
 
 def shared(parts: Sequence[Microbatch | EncoderBatch]) -> int:

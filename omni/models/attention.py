@@ -3,6 +3,7 @@
 Shapes: T tokens, N heads, K key/value heads, G = N / K, H head size.
 """
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -82,7 +83,9 @@ class PackedCoreAttention(MegatronModule):
         assert plan is not None
         if (recalled := given.recalled) is not None:
             key, value = recalled.extend(self, key, value)
-        return sharded_attention(query, key, value, plan, self.pool, self.scale, self.sinks).flatten(1)
+        inside = nullcontext if given.kept is None else partial(given.kept.of, self)
+        own = self.pool, self.scale, self.sinks
+        return sharded_attention(query, key, value, plan, *own, inside).flatten(1)
 
     def _seen(self, given: PackedTokens) -> PackedTokens:
         """The pack as this layer sees it."""

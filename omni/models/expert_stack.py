@@ -133,7 +133,8 @@ class ExpertStack:
         sums, out = load.tokens * self.dense.hidden * self.element, self.stream(load.tokens)
         recompute, kept = self.dense.recompute, self.layer_kept(load)
         on_their_way = self._on_their_way(load, graph=recompute != "full")
-        made, alone = self._made(load, recompute), self._made(load, "full")
+        made = self._made(load, recompute)
+        alone = replace(self, dense=replace(self.dense, kept_attention=False))._made(load, "full")
         return Work(
             flops=self.layers * self._linears_flops(load.tokens) + self.dense.attention_flops(load),
             bytes=self.layers * self._layer_bytes(load.tokens),
@@ -180,7 +181,7 @@ class ExpertStack:
     def recomputation(self, load: Load, grad: Grad) -> Work:
         """What a backward computes anew before it begins: layers, or their attention."""
         if self.dense.recompute == "full" and grad is not Grad.WEIGHT:
-            return self.forward(load)
+            return self.dense.without_kept(self.forward(load), load)
         return self.dense.recomputation(load, grad)
 
     # FLOPs and bytes.
@@ -255,7 +256,8 @@ class ExpertStack:
     def _kept(self, load: Load, recompute: str) -> int:
         """Bytes that a layer keeps for its backward, its output included and its input not."""
         if recompute == "full":
-            return self.stream(load.tokens)
+            made = self._made(load, recompute)
+            return self.stream(load.tokens) + made.of(*made.lasting)
         return self._made(load, recompute).now + self.kept_by_router_and_experts(load)
 
     def kept_by_router_and_experts(self, load: Load) -> int:

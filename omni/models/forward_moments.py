@@ -17,16 +17,9 @@ from parallel.work import FP32, Attended
 
 LINEARS = {"linear_qkv": "norm 1", "linear_proj": "attended", "linear_fc1": "norm 2", "linear_fc2": "product"}
 """What the linears of a layer take in."""
-KEPT_OF_SHARED = (
-    "local",
-    "early out",
-    "early sums",
-    "late out",
-    "late sums",
-    "tiles",
-    "tile out",
-    "tile sums",
-)
+OF_KERNELS = ("early out", "early sums", "late out", "late sums", "tile out", "tile sums")
+"""What kernels of attention put out where sequences are shared."""
+KEPT_OF_SHARED = ("local", *OF_KERNELS, "tiles")
 """What attention of shared sequences keeps for its backward."""
 
 
@@ -34,17 +27,20 @@ KEPT_OF_SHARED = (
 class Tape:
     """Bytes of what a pass has made, by name: what is held `now`, and the `most` so far.
 
-    `graph` says whether autograd keeps anything, and `learn` the linears whose inputs it keeps.
+    `graph` says whether autograd keeps anything, and `learn` the linears whose inputs it keeps. Tensors that
+    are `lasting` stay in any case: without a graph they are made, with one they were there.
     """
 
     graph: bool
     learn: Collection[str]
+    lasting: Collection[str] = ()
     held: dict[str, int] = field(default_factory=dict)
     now: int = 0
     most: int = 0
 
     def make(self, name: str, size: int) -> None:
         """Make a tensor."""
+        size = 0 if self.graph and name in self.lasting else size
         self.held[name] = size
         self.now += size
         self.most = max(self.most, self.now)
@@ -52,7 +48,7 @@ class Tape:
     def drop(self, *names: str, saved: bool = False) -> None:
         """Let go of tensors, but not of those that are `saved` if there is a graph."""
         for name in names:
-            if not (self.graph and saved):
+            if not (self.graph and saved) and name not in self.lasting:
                 self.now -= self.held.pop(name, 0)
 
     def of(self, *names: str) -> int:

@@ -24,7 +24,8 @@ class Layer(LayerSizes):
     With `splits_tokens` the ranks divide the tokens between attention and feed-forward as well. Who runs the
     pass of a virtual stage holds what its last layer has put out (`held_output`). The layers are in so many
     `blocks`, whose first ones take in what others keep, too. What the last one puts out is kept as what
-    others do if it is a `kept_output`: by what is computed anew behind it.
+    others do if it is a `kept_output`: by what is computed anew behind it. Layers that are computed anew keep
+    what kernels of attention put out, and do not run these again, if they have `kept_attention`.
     """
 
     tp: int
@@ -33,6 +34,7 @@ class Layer(LayerSizes):
     held_output: bool = False
     blocks: int = 1
     kept_output: bool = False
+    kept_attention: bool = False
 
     @property
     def divided_inputs(self) -> int:

@@ -31,6 +31,7 @@ from omni.models.moe import (
 from omni.models.partition_modules import partition_layers
 from omni.models.regions import Numbering, mark_parallel
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
+from ops.kept_attention import KeptAttention
 from parallel.layout import Layout
 from parallel.loss import linear_argmax, linear_losses
 from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
@@ -221,7 +222,10 @@ class LLMStage:
         model = own.model
         hidden = hidden.unsqueeze(1)
         # A descriptor of this pass alone: recomputation hands it to the layers again.
-        packed = replace(inputs.packed, entering={own.layer(name): rows for name, rows in entering.items()})
+        anew = inputs.packed.anew or self.config.recompute == "full"
+        keeps = self.config.keep_attention and anew and torch.is_grad_enabled()
+        entering_layers = {own.layer(name): rows for name, rows in entering.items()}
+        packed = replace(inputs.packed, entering=entering_layers, kept=KeptAttention() if keeps else None)
         if not own.is_first:
             model.set_input_tensor(hidden)
         masked = {"padding_mask": inputs.padding} if self.config.mixture else {}

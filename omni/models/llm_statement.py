@@ -44,11 +44,12 @@ def _last_apart(stacks: Sequence[Stack | ExpertStack], held: bool) -> Iterator[S
     yield of_layers(last, 1, max(0, last.windowed - last.layers + 1), held=held)
 
 
-def _all_anew(layers: Stack | ExpertStack) -> Stack | ExpertStack:
-    """The same layers where each is computed anew."""
+def _all_anew(layers: Stack | ExpertStack, kept_attention: bool) -> Stack | ExpertStack:
+    """The same layers where each is computed anew, attention too if nothing of it is kept."""
     if isinstance(layers, ExpertStack):
-        return replace(layers, dense=replace(layers.dense, recompute="full"))
-    return replace(layers, recompute="full")
+        dense = replace(layers.dense, recompute="full", kept_attention=kept_attention)
+        return replace(layers, dense=dense)
+    return replace(layers, recompute="full", kept_attention=kept_attention)
 
 
 def _dense(layers: Stack | ExpertStack) -> Stack:
@@ -60,7 +61,7 @@ def _dense(layers: Stack | ExpertStack) -> Stack:
 class VirtualStage:
     """A virtual stage of the LLM on one rank: layers, after the embedding in the first, before losses in the
     last and, after these, what predicts `further` tokens. Matrices of its layers are in `partitions`, by
-    ZeRO's stage `zero`.
+    ZeRO's stage `zero`. Layers that are computed anew in long passes may have `kept_attention`.
     """
 
     stacks: tuple[Stack | ExpertStack, ...]
@@ -71,11 +72,13 @@ class VirtualStage:
     partitions: int = 1
     zero: int = 1
     offload: int = 0
+    kept_attention: bool = False
 
     @cached_property
     def _anew(self) -> "VirtualStage":
         """The virtual stage in passes whose layers are all computed anew."""
-        stacks, embedding = tuple(map(_all_anew, self.stacks)), self.embedding
+        stacks = tuple(_all_anew(stack, self.kept_attention) for stack in self.stacks)
+        embedding = self.embedding
         return replace(
             self, stacks=stacks, embedding=embedding and replace(embedding, into=_dense(stacks[0]))
         )
@@ -263,6 +266,7 @@ def llm_virtual_stage(
         partitions=pool if layout.zero > 1 else 1,
         zero=layout.zero,
         offload=config.offload,
+        kept_attention=config.keep_attention,
     )
 
 
@@ -320,7 +324,8 @@ def dense_stack(config: LLMConfig, layers: range, layout: Layout, element: int) 
         windowed=windowed(config, layers),
         delta=Delta(config.hidden, heads) if heads is not None else None,
     )
-    return Stack.of(sizes, element, layout.tp, layout.tp > 1)
+    kept = config.keep_attention and config.recompute == "full"
+    return Stack.of(sizes, element, layout.tp, layout.tp > 1, kept_attention=kept)
 
 
 def expert_stack(

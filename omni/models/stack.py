@@ -14,7 +14,7 @@ ranks share them, else T), D width, F feed-forward, N and K heads of queries and
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from omni.models.forward_moments import LINEARS, Tape, layer_forward
+from omni.models.forward_moments import LINEARS, OF_KERNELS, Tape, layer_forward
 from omni.models.layer import Layer
 from omni.models.layer_moments import (
     Learning,
@@ -66,8 +66,8 @@ class Stack(Layer):
         adapters = self.adapters().values()
         of_adapters = self.layers * sum(own.forward_flops(load.tokens) for own in adapters)
         moved = self._layer_bytes(linears, load.tokens) + sum(own.bytes(load.tokens) for own in adapters)
-        alone = self.made(load, graph=False)
-        made = alone if self.recompute == "full" else self.made(load)
+        alone = replace(self, kept_attention=False).made(load, graph=False)
+        made = self.made(load, graph=self.recompute != "full")
         kept = made.now
         last = 0 if self.keeps_stream(load) else self.stream(load.tokens)
         return Work(
@@ -140,7 +140,7 @@ class Stack(Layer):
         if grad is Grad.WEIGHT or self.recompute == "none":
             return Work()
         if self.recompute == "full":
-            again = self.forward(load)
+            again = self.without_kept(self.forward(load), load)
             shard = self.stream(load.tokens) - self.elsewhere(load)
             inputs = all_gather("tp", shard, self.tp, self.divided_inputs)
             return replace(again, collectives=merged((*again.collectives, *inputs)))
@@ -148,6 +148,17 @@ class Stack(Layer):
             return Work()  # its rule is made anew whatever is kept of the rest
         collectives = (*self.of_norms(load), *self.exchanges(load, forward=True))
         return Work(flops=self.attention_flops(load), collectives=collectives)
+
+    def without_kept(self, again: Work, load: Load) -> Work:
+        """What is computed anew but for attention, where what that puts out is kept."""
+        if not self.kept_attention or self.delta is not None:
+            return again
+        moved = attention_bytes(load.tokens, self.heads, self.kv_heads, self.head_dim, self.element)
+        return replace(
+            again,
+            flops=again.flops - self.attention_flops(load),
+            bytes=again.bytes - self.layers * moved // self.tp,
+        )
 
     def of_norms(self, load: Load) -> tuple[Collective, ...]:
         """Sums of squares over all heads of queries and of keys, or of the gradients of these sums."""
@@ -268,7 +279,9 @@ class Stack(Layer):
         where nothing does none.
         """
         learn = LINEARS if self.lora is None else self.adapters()
-        return Tape(graph, () if load.frozen else learn)
+        of_kernels = OF_KERNELS if load.seen.into else ("attended", "sums")
+        lasting = of_kernels if self.kept_attention and self.delta is None else ()
+        return Tape(graph, () if load.frozen else learn, lasting)
 
     def layer_workspace(self, load: Load, grad: Grad) -> int:
         """Bytes that a layer's backward needs at most, beside what was kept and the gradient of its output:

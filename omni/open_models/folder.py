@@ -38,6 +38,7 @@ FREE = (
     "loss_chunk",
     "recompute",
     "recompute_long",
+    "keep_attention",
     "offload",
     "lora.rank",
     "lora.alpha",

@@ -26,6 +26,8 @@ DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens
 CONTEXT, ZERO = "layout.context", "layout.llm.zero"
 MICROBATCH, BESIDE = "data.microbatch_tokens", "placement.ranks"
 RECOMPUTE, RECOMPUTE_LONG = "model.llm.recompute", "model.llm.recompute_long"
+KEEP_ATTENTION = "model.llm.keep_attention"
+_OFF = dict.fromkeys((RECOMPUTE_LONG, KEEP_ATTENTION), False)  # where what the LLM recomputes is open
 OF_ENCODERS, OFFLOAD = "model.encoders.", ".offload"
 """What a key begins and ends with that says how many inputs of an encoder's layers go to the host."""
 PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
@@ -106,7 +108,7 @@ def open_keys(config: Config) -> list[str]:
     keys = [key for key in (DOMAIN, ZERO, MICROBATCH, PACKS, CONTEXT) if value_of(config, key) is None]
     if value_of(config, RECOMPUTE) == AUTO:
         sent = (f"{OF_ENCODERS}{name}{OFFLOAD}" for name in config.model.encoders)
-        keys += [RECOMPUTE, RECOMPUTE_LONG, *(key for key in sent if value_of(config, key) is None)]
+        keys += [RECOMPUTE, *_OFF, *(key for key in sent if value_of(config, key) is None)]
     keys += [key for key in POLICIES if value_of(config, key) == AUTO]
     if keys and config.data.sample_tokens is None:
         keys.append(LONGEST)
@@ -129,7 +131,7 @@ def unchosen(config: Config) -> Config:
         LONGEST: None,
         MICROBATCH: PASS_TOKENS,
         RECOMPUTE: recomputed(config.model.llm)[0],
-        RECOMPUTE_LONG: False,
+        **_OFF,
         BESIDE: None,
     }
     plain |= {key: names[0] for key, names in POLICIES.items()}
@@ -162,7 +164,7 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     among the keys that were `given` nor set by an option. One that empties its section sets nothing.
     """
     empty = {DOMAIN: 1, ZERO: 1, PACKS: 1, CONTEXT: 4096, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
-    empty |= {RECOMPUTE_LONG: False, **dict.fromkeys(filter(of_encoder, saved.choice.keys))}
+    empty |= {**_OFF, **dict.fromkeys(filter(of_encoder, saved.choice.keys))}
     values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
     keys = [key for key in keys if key not in given]
@@ -186,7 +188,7 @@ def opened(config: Config) -> Config:
     what is trained on.
     """
     keys = (key for key in config.choice.keys if key != LONGEST)
-    values = {RECOMPUTE_LONG: False} | dict.fromkeys((RECOMPUTE, *POLICIES), AUTO)
+    values = _OFF | dict.fromkeys((RECOMPUTE, *POLICIES), AUTO)
     return with_keys(config, {key: values.get(key) for key in keys})
 
 

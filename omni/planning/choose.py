@@ -29,6 +29,7 @@ from omni.planning.choice import (
     CONTEXT,
     DOMAIN,
     ENCODER_SP,
+    KEEP_ATTENTION,
     LLM_SP,
     LONGEST,
     MICROBATCH,
@@ -128,7 +129,8 @@ def _search_all(
     not fit as it is, or not with other packs, what holds least, inputs of encoders' layers on the host among
     it, in domains of any size again, since where none fits large ones look best; at the best of these what
     takes less in passes that are no longer than a pack, of other packs; if it has the usual, what takes
-    least; and whether encoders' inputs stay or go.
+    least; whether encoders' inputs stay or go; and whether layers that are made anew keep what attention puts
+    out.
     """
     usual, least, quickest = recomputed(config.model.llm)
     sent = {key: count for key, count in most_sent(start).items() if key in keys}
@@ -164,6 +166,9 @@ def _search_all(
         goes = any(best.keys[key] for key in sent)
         # What stays is simpler: what goes must gain.
         best, other = _changed(best, stays if goes else sent, whole_step, -GAIN if goes else GAIN)
+        tried.append(other)
+    if best.keys[RECOMPUTE] == least or best.keys[RECOMPUTE_LONG]:
+        best, other = _changed(best, {KEEP_ATTENTION: True}, whole_step)
         tried.append(other)
     return best, tried
 
@@ -259,6 +264,7 @@ def _search(
             MICROBATCH: budget,
             PACKS: 1 if given else budget // PASS_TOKENS,
             RECOMPUTE_LONG: False,
+            KEEP_ATTENTION: False,
             ZERO: 1,
             **fixed,
             CONTEXT: mean_context(np.minimum(lengths, longest))

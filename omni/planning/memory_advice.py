@@ -77,7 +77,9 @@ def _less_of_llm(spec: RunSpec) -> str:
     sizes, model = spec.config.layout.llm, spec.config.model.llm
     recompute = "" if model.recompute == "full" else f"set model.llm.recompute=full (now {model.recompute}), "
     most = _most_offloaded(spec)
-    if not recompute and model.offload < most:
+    if model.keep_attention:
+        recompute += "set model.llm.keep_attention=false, "
+    elif not recompute and model.offload < most:
         recompute = f"set model.llm.offload={most} (now {model.offload}), "
     return (
         f"For the LLM lower data.microbatch_tokens={spec.config.data.microbatch_tokens}, {recompute}"

@@ -39,6 +39,7 @@ def of(data: Path, *more: str) -> dict[str, Any]:
     [
         "model.llm.recompute=full",
         "model.llm.recompute_long=true",
+        "++model.llm={recompute: full, keep_attention: true}",
         "model.llm.loss_chunk=16",
         "model.encoders.image.recompute=full",
         "++model.encoders.image={recompute: full, offload: 1}",

@@ -43,6 +43,7 @@ ON_NODES += ["model.llm.vocab=300", "model.llm.loss_chunk=16", "data.microbatch_
 SENT = (*WIDE_IMAGE, "model.encoders.image.recompute=full", "model.llm.layers=2", "model.llm.vocab=300")
 SENT += ("model.llm.ffn=64", "model.llm.loss_chunk=16")
 LONG = ("model.llm.recompute_long=true", "packing.divisor=4")
+KEPT = ("model.llm.recompute=full", "model.llm.keep_attention=true", *NARROW)
 CAUSES = {
     "virtual stages share the rotation and gathered tokens": (
         4,
@@ -297,6 +298,20 @@ CAUSES = {
         [*LONG, "model.llm.ffn=2048", "layout.llm.pp=2", "pipeline=zero_bubble_h2"],
     ),
     "experts of long passes keep nothing": (1, [0], [*LONG, MOE]),
+    "layers that are computed anew find what attention put out": (2, [0, 1], [*KEPT, "layout.llm.tp=2"]),
+    "so they do where sequences are shared": (4, [0, 3], [*KEPT, *ON_NODES]),
+    "and where their inputs are on the host": (1, [0], [*KEPT, *AWAY, "model.llm.offload=5"]),
+    "gates of what attention put out are computed anew": (
+        1,
+        [0],
+        [*KEPT, "model.llm.output_gate=true", "model.llm.qk_norm=true"],
+    ),
+    "in passes of long samples alone": (
+        2,
+        [0, 1],
+        [*LONG, *NARROW, "model.llm.keep_attention=true", "layout.llm.pp=2", "pipeline=zero_bubble_h2"],
+    ),
+    "layers with experts find it, too": (1, [0], [*KEPT, MOE]),
     "the last token of a sample that was cut is no target": (
         1,
         [0],
