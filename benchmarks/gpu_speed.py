@@ -79,10 +79,13 @@ def step_cases() -> tuple[Case, ...]:
     def case(name: str, gpus: int, *keys: str) -> Case:
         return Case(name, gpus, (*B1, *GIVEN, f"data.step_samples={8 * gpus}", *keys))
 
+    again = ("model.llm.recompute=full", "model.encoders.image.recompute=full")
+    kept = (*again, "model.llm.keep_attention=true", "+model.encoders.image.keep_attention=true")
     tp2, both = "layout.llm.tp=2", ("layout.llm.tp=2", "+layout.encoders.image.tp=2")
     return (
         case("one GPU", 1),
-        case("one GPU, recomputed", 1, "model.llm.recompute=full", "model.encoders.image.recompute=full"),
+        case("one GPU, recomputed", 1, *again),
+        case("one GPU, recomputed but for attention", 1, *kept),
         case("dp 2", 2),
         case("tp 2", 2, *both),
         case("pp 2, joint", 2, "layout.llm.pp=2", "pipeline.policy=joint"),

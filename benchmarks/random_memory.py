@@ -115,7 +115,7 @@ def _llm(rng: random.Random, tp: int, virtual_stages: int, ranks: int) -> list[s
     else:
         sizes["recompute_long"] = rng.random() < 0.5
     if sizes["recompute"] == "full" or sizes["recompute_long"]:
-        sizes["keep_attention"] = rng.random() < 0.5
+        sizes["keep_attention"] = _keeps(sizes)
     sizes |= _heads(rng, sizes["norm"])
     keys = [f"model.llm.{key}={value}" for key, value in sizes.items()]
     if rng.random() < 0.35:
@@ -164,8 +164,14 @@ def _encoder(rng: random.Random, tp: int) -> list[str]:
         sizes["offload"] = more.randint(0, sizes["layers"] - 1)
         taps = sorted(more.sample(range(1, sizes["layers"]), more.randint(0, sizes["layers"] // 3)))
         sizes["taps"] = more.choice(([], taps))
+        sizes["keep_attention"] = _keeps(sizes)
     keys = [f"++model.encoders.image.{key}={value}" for key, value in sizes.items()]
     return [*keys, f"+layout.encoders.image.tp={own}"]
+
+
+def _keeps(sizes: dict[str, Any]) -> bool:
+    """Whether what attention puts out is kept; by what was drawn, so that seeds draw what they did before."""
+    return random.Random(repr(sizes)).random() < 0.5
 
 
 def compose(folder: Path, case: Case) -> Config:

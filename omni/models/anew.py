@@ -26,6 +26,18 @@ def follow_inputs(
     block._checkpointed_forward = partial(_forward, passing, weakref.ref(block))
 
 
+def heed_gradients(block: TransformerBlock) -> None:
+    """Have nothing kept of what attention puts out in layers to which no gradient goes back."""
+    for layer in block.layers:
+        layer.register_forward_pre_hook(_heed_gradient, with_kwargs=True)
+
+
+def _heed_gradient(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    kept = kwargs["packed_seq_params"].kept
+    if kept is not None:
+        kept.goes_back = kwargs["hidden_states"].requires_grad
+
+
 def _come(
     comes: Callable[[int, torch.Tensor], None], number: int, layer: Any, args: Any, kwargs: dict[str, Any]
 ) -> None:

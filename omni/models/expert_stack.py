@@ -256,8 +256,7 @@ class ExpertStack:
     def _kept(self, load: Load, recompute: str) -> int:
         """Bytes that a layer keeps for its backward, its output included and its input not."""
         if recompute == "full":
-            made = self._made(load, recompute)
-            return self.stream(load.tokens) + made.of(*made.lasting)
+            return self.stream(load.tokens) + self.dense.attended(load)
         return self._made(load, recompute).now + self.kept_by_router_and_experts(load)
 
     def kept_by_router_and_experts(self, load: Load) -> int:

@@ -14,19 +14,13 @@ behind them goes back:
     to the host   1's input  2's input                  to the device 2's input  1's input
 
 How much is on the device beside the layers that run is bounded: what goes is gone when the next layer begins,
-what comes has left no earlier than one layer ahead. The stream that computes waits for that, the host never
-does; what copies take longer than a layer is time of the step. Copies have a stream of their own, so both
-directions are in one order: nothing is read from the host before it has come there.
-
-Memory of the host is that of torch's allocator of pinned memory, which hands it to nobody while a copy uses
-it, and keeps it for later passes. Since it rounds up to powers of two, and hands out no part of what it
-keeps, a tensor is there in blocks of `BLOCK` bytes, which passes of any length use again. A pass that fails
-lets go of it with the graph. On a CPU the same code makes plain copies.
+what comes has left no earlier than one layer ahead. What copies take longer than a layer is time of the step
+(`ops/on_host.py`). A pass that fails lets go of it with the graph.
 
 What this takes is stated by `offloading.py`, and of divided inputs by `stack.py`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,9 +28,8 @@ import torch
 import torch.distributed as dist
 
 from omni.models.anew import follow_inputs
+from ops.on_host import Waiting
 from parallel.megatron import TransformerBlock, checkpoint
-
-BLOCK = 1 << 26  # bytes of pinned memory: so large that a copy takes a millisecond
 
 
 @dataclass(frozen=True)
@@ -63,26 +56,16 @@ class Ways:
         return whole
 
 
-class _Input:
-    """What a layer took in. Whole while its forward runs; then what is kept of it, the `part` of this rank,
-    `here` on the device, or in `blocks` on the host, or on its way. `before` is the input of the layer in
-    front of it, until this one is taken.
+class _Input(Waiting):
+    """What a layer took in. Whole while its forward runs; then what is kept of it, the part of this rank.
+    `before` is the input of the layer in front of it, until this one is taken.
     """
 
     def __init__(self, hidden: torch.Tensor, before: "_Input | None", ways: Ways) -> None:
-        self.here: torch.Tensor | None = hidden
+        super().__init__(hidden, ways.copies)
         self.shape = hidden.shape
         self.before = before
         self.ways = ways
-        self.blocks: list[torch.Tensor] = []
-        self.copied: torch.cuda.Event | None = None
-
-    def send(self) -> None:
-        """Start to copy what is kept to the host."""
-        assert self.here is not None
-        parts = _blocks_of(self.ways.part(self.here))
-        self.blocks = [host_buffer(part) for part in parts]
-        self.copied = _copy(self.blocks, parts, self.ways.copies)
 
     def keep(self) -> "_Input":
         """Let go of the parts of other ranks, unless it leaves altogether."""
@@ -91,21 +74,6 @@ class _Input:
             self.here = self.ways.part(self.here).clone()
         return self
 
-    def leave(self) -> None:
-        """Let go of the device's memory of what was sent, behind the copy."""
-        if self.blocks:
-            _wait(self.copied)
-            self.here = None
-
-    def fetch(self) -> None:
-        """Start to copy it back, unless it is here or on its way."""
-        if self.here is None:
-            copies = self.ways.copies
-            size = sum(block.numel() for block in self.blocks)
-            device = copies.device if copies is not None else None
-            self.here = torch.empty(size, dtype=self.blocks[0].dtype, device=device)
-            self.copied = _copy(_blocks_of(self.here), self.blocks, copies)
-
     def take(self) -> torch.Tensor:
         """Return the whole to be used by what the current stream is given next, and fetch the one before it;
         all ranks of a group do so together.
@@ -113,11 +81,8 @@ class _Input:
         self.fetch()
         if self.before is not None:
             self.before.fetch()
-        if self.blocks:
-            _wait(self.copied)
-        part, self.here, self.blocks, self.before = self.here, None, [], None
-        assert part is not None
-        return self.ways.whole(part, self.shape)
+        self.before = None
+        return self.ways.whole(self.arrive(), self.shape)
 
 
 class _Keeping:
@@ -141,7 +106,7 @@ class _Keeping:
             self.last.leave()
         self.last = _Input(hidden, self.last, self.ways if number else Ways())
         if 1 <= number <= self.count:
-            self.last.send()
+            self.last.send(self.last.ways.part(hidden))
 
     @contextmanager
     def passing(self) -> Iterator[None]:
@@ -182,37 +147,5 @@ def computed_anew(
     return found
 
 
-def host_buffer(like: torch.Tensor) -> torch.Tensor:
-    """Memory of the host for a tensor of the device."""
-    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
-
-
 def _unpack(packed: "_Input | torch.Tensor") -> torch.Tensor:
     return packed.take() if isinstance(packed, _Input) else packed
-
-
-def _blocks_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views [n] of a tensor [N], of a block each."""
-    return tensor.split(BLOCK // tensor.element_size())
-
-
-def _copy(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], copies: torch.cuda.Stream | None
-) -> torch.cuda.Event | None:
-    """Copy behind what the current stream has been given; the event is over when that is done. Gradients are
-    off: a layer that is to be computed anew runs without, and so does a backward.
-    """
-    if copies is None:
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-        return None
-    copies.wait_stream(torch.cuda.current_stream(copies.device))
-    with torch.cuda.stream(copies):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
-        return copies.record_event()
-
-
-def _wait(copied: torch.cuda.Event | None) -> None:
-    if copied is not None:
-        torch.cuda.current_stream().wait_event(copied)

@@ -62,6 +62,13 @@ class Layer(LayerSizes):
         return self.held_output or self.recompute == "full"
 
     @property
+    def attends_once(self) -> bool:
+        """Whether layers that are computed anew find what attention put out: delta nets have no kernel that
+        is kept, and no module computes latent attention.
+        """
+        return self.kept_attention and self.delta is None and self.latent is None
+
+    @property
     def shape(self) -> AttentionShape:
         """Heads of this rank."""
         return AttentionShape(self.heads // self.tp, self.kv_heads // self.tp, self.causal)

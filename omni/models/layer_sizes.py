@@ -71,6 +71,12 @@ INPUTS_ALONE = Rule(
     "with recompute={recompute}: inputs of layers that are made anew go to the host, nothing else; set "
     "recompute=full, or this to 0",
 )
+ANEW_ALONE = Rule(
+    "keep_attention",
+    lambda own: not own.keep_attention or own.recompute == "full",
+    "with recompute={recompute}: it says what is kept of layers that are made anew: set recompute=full, or "
+    "this to false",
+)
 
 
 @dataclass
@@ -82,7 +88,8 @@ class TransformerEncoderConfig:
     SwiGLU. A token sees `window` tokens, null for all of its item, but in the `full_layers`, counted from 0.
     With `lora` adapters of linears of its layers learn, and nothing else of it. With `recompute=full` the
     inputs of up to `offload` layers behind the first, and behind each tap's, are on the host from their
-    forward to their backward; null: none, unless it is chosen with what the LLM recomputes.
+    forward to their backward; null: none, unless it is chosen with what the LLM recomputes. So it is with
+    `keep_attention`: layers that are computed anew keep what attention puts out, and do not attend again.
     """
 
     layers: int = at_least(1, 2)
@@ -93,6 +100,7 @@ class TransformerEncoderConfig:
     norm: str = one_of(NORMS, "RMSNorm")
     recompute: str = one_of(RECOMPUTE, "none")
     offload: int | None = at_least(0, None)
+    keep_attention: bool | None = None
     taps: list[int] = field(default_factory=list)
     gated: bool = False
     window: int | None = at_least(1, None)
@@ -102,6 +110,7 @@ class TransformerEncoderConfig:
     rules: ClassVar[Rules] = (
         WINDOWS_STAY,
         INPUTS_ALONE,
+        ANEW_ALONE,
         Rule(
             "full_layers",
             lambda own: is_ascending(own.full_layers, range(own.layers)),

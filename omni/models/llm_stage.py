@@ -14,6 +14,7 @@ import torch
 from omni.llm_config import LLMConfig
 from omni.models.adapter_modules import adapt
 from omni.models.adapters import Lora
+from omni.models.anew import heed_gradients
 from omni.models.followed import Followed
 from omni.models.kept_inputs import Ways, keep_inputs
 from omni.models.layer_sizes import llm_layers
@@ -173,6 +174,8 @@ class LLMStage:
         put_off_in(model.decoder, self.deferral)
         if config.recompute_long:
             heed_passes(model.decoder)
+        if config.keep_attention:
+            heed_gradients(model.decoder)
         if config.offload:
             keep_inputs(model.decoder, config.offload, Ways(self.copies))
         numbering = Numbering(
@@ -225,12 +228,15 @@ class LLMStage:
         anew = inputs.packed.anew or self.config.recompute == "full"
         keeps = self.config.keep_attention and anew and torch.is_grad_enabled()
         entering_layers = {own.layer(name): rows for name, rows in entering.items()}
-        packed = replace(inputs.packed, entering=entering_layers, kept=KeptAttention() if keeps else None)
+        kept = KeptAttention(self.config.offload, self.copies) if keeps else None
+        packed = replace(inputs.packed, entering=entering_layers, kept=kept)
         if not own.is_first:
             model.set_input_tensor(hidden)
         masked = {"padding_mask": inputs.padding} if self.config.mixture else {}
         with keeping_inputs(model.decoder, packed.anew):
             out = model.decoder(hidden, None, packed_seq_params=packed, **masked)
+        if kept is not None:
+            kept.passed()
         model.decoder.input_tensor = None  # it would pin the activation until the next microbatch
         if not own.is_last:
             return out.squeeze(1)

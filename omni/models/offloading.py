@@ -1,4 +1,5 @@
-"""Layers whose inputs wait on the host, as a statement: what stays on the device, what is on its way.
+"""Layers whose inputs wait on the host, as a statement: what stays on the device, what is on its way. What
+attention puts out goes the same way where it is kept, and is counted with the input of its layer.
 
 The modules are `kept_inputs.py`. Of a virtual stage of layers 0 to L - 1, layers 1 to n are *offloaded*:
 their inputs, which the layers in front of them put out, are on the host from the end of their forward to the
@@ -48,30 +49,35 @@ class Offloaded:
 
     def forward(self, load: Load) -> Work:
         """Of the layers, without what goes to the host."""
-        work, stream = self.block.forward(load), self.layers.stream(load.tokens)
+        work, unit = self.block.forward(load), self._unit(load)
         away = self._is_away(self.first + 1)
         return replace(
             work,
-            kept=work.kept - away * self.layers.layers * stream,
-            workspace=work.workspace + (away + self._is_away(self.first)) * stream,
-            offloaded=self._copies * stream,
+            kept=work.kept - away * self.layers.layers * unit,
+            workspace=work.workspace + (away + self._is_away(self.first)) * unit,
+            offloaded=self._copies * unit,
             copies=self._copies,
         )
 
     def backward(self, load: Load, grad: Grad) -> Work:
         """Of the layers, with what comes back."""
-        work, stream = self.block.backward(load, grad), self.layers.stream(load.tokens)
+        work, unit = self.block.backward(load, grad), self._unit(load)
         if grad is Grad.WEIGHT:
             return work
         away = self._is_away(self.first + 1)
-        beside = (away + self._is_away(self.first) + self._is_away(self.first - 1)) * stream
+        beside = (away + self._is_away(self.first) + self._is_away(self.first - 1)) * unit
         return replace(
             work,
             workspace=work.workspace + beside,
-            offloaded=self._copies * stream,
+            offloaded=self._copies * unit,
             copies=self._copies,
             late=self._is_away(self.total - 1) * (self.first + self.layers.layers == self.total),
         )
+
+    def _unit(self, load: Load) -> int:
+        """Bytes of a layer that are away: its input, and what attention puts out of it."""
+        dense = self.layers.dense if isinstance(self.layers, ExpertStack) else self.layers
+        return dense.stream(load.tokens) + dense.attended(load)
 
     @property
     def _copies(self) -> int:
@@ -134,14 +140,15 @@ class OffloadedBlocks:
         ]
 
     def _part(self, load: Load) -> int:
-        """Bytes that a rank keeps of the input of a layer behind a block's first."""
-        return self.stack.stream(load.tokens) - self.stack.elsewhere(load)
+        """Bytes that a rank keeps of a layer behind a block's first: of its input, and of attention."""
+        own = self.stack
+        return own.stream(load.tokens) - own.elsewhere(load) + own.attended(load)
 
     def _more(self, load: Load, beside: Sequence[int]) -> int:
         """Bytes at the fullest moment of a pass, beside what all layers keep on the device and what the last
         of them works with: `beside` is on its way in each, when none behind it keeps anything.
         """
-        whole, part = self.stack.stream(load.tokens), self._part(load)
+        whole, part = self.stack.stream(load.tokens) + self.stack.attended(load), self._part(load)
         here = [
             0 if away else whole if number in self.starts else part for number, away in enumerate(self._away)
         ]

@@ -14,7 +14,7 @@ ranks share them, else T), D width, F feed-forward, N and K heads of queries and
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from omni.models.forward_moments import LINEARS, OF_KERNELS, Tape, layer_forward
+from omni.models.forward_moments import LINEARS, OF_KERNELS, Tape, attention_half, layer_forward
 from omni.models.layer import Layer
 from omni.models.layer_moments import (
     Learning,
@@ -151,7 +151,7 @@ class Stack(Layer):
 
     def without_kept(self, again: Work, load: Load) -> Work:
         """What is computed anew but for attention, where what that puts out is kept."""
-        if not self.kept_attention or self.delta is not None:
+        if not self.attends_once:
             return again
         moved = attention_bytes(load.tokens, self.heads, self.kv_heads, self.head_dim, self.element)
         return replace(
@@ -256,6 +256,11 @@ class Stack(Layer):
         stream = self.stream(load.tokens)
         return stream - stream // self.tp if self.divided_inputs else 0
 
+    def attended(self, load: Load) -> int:
+        """Bytes of what kernels of attention put out that a layer which is computed anew keeps."""
+        attention_half(self, load.seen, tape := self.tape(load, graph=False))
+        return tape.of(*tape.lasting)
+
     def made_whole(self, load: Load) -> int:
         """Bytes that a rank has of divided tensors beside its parts while the last layer runs: of its input
         and, in a forward, of its output, or else of the gradient in the place of that.
@@ -280,7 +285,7 @@ class Stack(Layer):
         """
         learn = LINEARS if self.lora is None else self.adapters()
         of_kernels = OF_KERNELS if load.seen.into else ("attended", "sums")
-        lasting = of_kernels if self.kept_attention and self.delta is None else ()
+        lasting = of_kernels if self.attends_once else ()
         return Tape(graph, () if load.frozen else learn, lasting)
 
     def layer_workspace(self, load: Load, grad: Grad) -> int:

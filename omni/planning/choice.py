@@ -28,8 +28,10 @@ MICROBATCH, BESIDE = "data.microbatch_tokens", "placement.ranks"
 RECOMPUTE, RECOMPUTE_LONG = "model.llm.recompute", "model.llm.recompute_long"
 KEEP_ATTENTION = "model.llm.keep_attention"
 _OFF = dict.fromkeys((RECOMPUTE_LONG, KEEP_ATTENTION), False)  # where what the LLM recomputes is open
-OF_ENCODERS, OFFLOAD = "model.encoders.", ".offload"
-"""What a key begins and ends with that says how many inputs of an encoder's layers go to the host."""
+OF_ENCODERS, OFFLOAD, KEEPS = "model.encoders.", ".offload", ".keep_attention"
+"""What a key begins and ends with that says how many inputs of an encoder's layers go to the host, and
+whether layers that are made anew keep what attention puts out.
+"""
 PASS_TOKENS = 16_384  # of a microbatch that nobody gave, unless a rank's share of the longest sample is more
 LLM_SP, ENCODER_SP, BALANCE, PAIRING, PACKING = (
     "llm_sp.policy",
@@ -53,13 +55,14 @@ Keys = Mapping[str, Any]
 @dataclass(frozen=True)
 class Tried:
     """A candidate: its keys, the simulated nanoseconds of a step, why it cannot be, if so, and the bytes that
-    a rank would hold `beyond` its device's memory.
+    a rank would hold `beyond` its device's memory; and whether no schedule but a `lean` one fits.
     """
 
     keys: Keys
     step_ns: int | None = None
     refused: str = ""
     beyond: int = 0
+    lean: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,13 +110,21 @@ def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
     keys = [key for key in (DOMAIN, ZERO, MICROBATCH, PACKS, CONTEXT) if value_of(config, key) is None]
     if value_of(config, RECOMPUTE) == AUTO:
-        sent = (f"{OF_ENCODERS}{name}{OFFLOAD}" for name in config.model.encoders)
-        keys += [RECOMPUTE, *_OFF, *(key for key in sent if value_of(config, key) is None)]
+        keys += [RECOMPUTE, *_OFF, *_of_encoders(config, OFFLOAD)]
     keys += [key for key in POLICIES if value_of(config, key) == AUTO]
+    if keys:
+        keys += _of_encoders(config, KEEPS)
     if keys and config.data.sample_tokens is None:
         keys.append(LONGEST)
     beside = find(PlacementPolicy, config.placement.policy, PLACEMENT).beside
     return [*keys, BESIDE] if beside and config.placement.ranks is None else keys
+
+
+def _of_encoders(config: Config, end: str) -> list[str]:
+    """The keys with such an end that are open, of encoders whose layers are computed anew."""
+    own = config.model.encoders.items()
+    keys = (f"{OF_ENCODERS}{name}{end}" for name, keys in own if keys.get("recompute") == "full")
+    return [key for key in keys if value_of(config, key) is None]
 
 
 def of_encoder(key: str) -> bool:
@@ -206,13 +217,14 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def with_keys(config: Config, keys: Keys) -> Config:
-    """Return a configuration with other values of keys."""
+    """Return a configuration with other values of keys. An encoder that lacks a key has none for null."""
     config = deepcopy(config)
     for key, value in keys.items():
         *sections, name = key.split(".")
         holder = reduce(_entry, sections, config)
         if isinstance(holder, dict):
-            holder[name] = value
+            if value is not None or name in holder:
+                holder[name] = value
         else:
             setattr(holder, name, value)
     return config

@@ -18,6 +18,7 @@ Samples stay whole where ranks can hold them together: domains are large enough 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -53,7 +54,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.host_memory import most_sent
+from omni.planning.host_memory import may_keep, most_sent
 from omni.planning.room import (
     A_REPLICA,
     PLANNED,
@@ -97,8 +98,8 @@ def choose(
     if not keys:
         return make(config)
     start = make(with_keys(unchosen(config), {LONGEST: None}))
-    sent = most_sent(start)
-    keys = [key for key in keys if key in sent or not of_encoder(key)]
+    of_encoders = {*most_sent(start), *may_keep(start)}
+    keys = [key for key in keys if key in of_encoders or not of_encoder(key)]
     longest, cut = config.data.sample_tokens, ""
     lengths, attempt = lengths_of(samples, begin[1]), _once_each(partial(tried_out, make=make, begin=begin))
     sizes, held = domain_sizes(config, start, lengths)
@@ -130,12 +131,13 @@ def _search_all(
     it, in domains of any size again, since where none fits large ones look best; at the best of these what
     takes less in passes that are no longer than a pack, of other packs; if it has the usual, what takes
     least; whether encoders' inputs stay or go; and whether layers that are made anew keep what attention puts
-    out.
+    out, with what encoders' layers keep on the host if need be.
     """
     usual, least, quickest = recomputed(config.model.llm)
     sent = {key: count for key, count in most_sent(start).items() if key in keys}
-    stays = dict.fromkeys(sent, 0)
-    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, {RECOMPUTE: usual, **stays})
+    stays, kept = dict.fromkeys(sent, 0), [key for key in may_keep(start) if key in keys]
+    plain = {**stays, **dict.fromkeys(kept, False)}
+    best, tried = _search(config, keys, start, sizes, longest, lengths, attempt, {RECOMPUTE: usual, **plain})
     pools = [size for size in sizes if size * start.arrangement.llm.cp > 1] if ZERO in keys else []
     freed = _freed(start)
 
@@ -147,15 +149,16 @@ def _search_all(
         best = other if gains(other, best) else best
 
     if best.refused and pools and best.beyond < freed:
-        tries({RECOMPUTE: usual, **stays}, MOST_ZERO)
-    if RECOMPUTE not in keys:
-        return best, tried
-    if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
-        tries({RECOMPUTE: least, **sent}, 1)
-        if best.refused and pools and best.beyond < freed:
-            tries({RECOMPUTE: least, **sent}, MOST_ZERO)
-
+        tries({RECOMPUTE: usual, **plain}, MOST_ZERO)
     whole_step = _on_whole_steps(attempt, config, longest)
+    if RECOMPUTE not in keys:
+        best, others = _attending_once(best, kept, sent, whole_step)
+        return best, tried + others
+    if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
+        tries({RECOMPUTE: least, **plain, **sent}, 1)
+        if best.refused and pools and best.beyond < freed:
+            tries({RECOMPUTE: least, **plain, **sent}, MOST_ZERO)
+
     if best.keys[RECOMPUTE] == least and best.keys.get(ZERO, start.arrangement.llm.zero) == 1:
         best, packed = _long_anew(best, usual, whole_step)
         tried += packed
@@ -165,11 +168,29 @@ def _search_all(
     if sent:
         goes = any(best.keys[key] for key in sent)
         # What stays is simpler: what goes must gain.
-        best, other = _changed(best, stays if goes else sent, whole_step, -GAIN if goes else GAIN)
+        change, gain = (stays, -GAIN) if goes else (sent, GAIN)
+        best, other = _changed(best, change, whole_step, gain, holds_more=goes)
         tried.append(other)
     if best.keys[RECOMPUTE] == least or best.keys[RECOMPUTE_LONG]:
-        best, other = _changed(best, {KEEP_ATTENTION: True}, whole_step)
+        kept.append(KEEP_ATTENTION)
+    best, others = _attending_once(best, kept, sent, whole_step)
+    return best, tried + others
+
+
+def _attending_once(
+    best: Tried, kept: Sequence[str], sent: Keys, whole_step: Try
+) -> tuple[Tried, list[Tried]]:
+    """Try a candidate whose layers that are made anew keep what attention puts out, by the keys `kept` one
+    after the other; with what encoders' layers keep `sent` to the host where it does not fit otherwise, or no
+    schedule but a lean one.
+    """
+    tried = list[Tried]()
+    for key in kept:
+        best, other = _changed(best, {key: True}, whole_step)
         tried.append(other)
+        if (other.refused or other.lean) and sent and not any(best.keys[own] for own in sent):
+            best, other = _changed(best, {key: True, **sent}, whole_step, holds_more=False)
+            tried.append(other)
     return best, tried
 
 
@@ -177,10 +198,10 @@ def _once_each(attempt: Try) -> Try:
     """Return how candidates are tried: each of them once on so many steps."""
     known: dict[tuple[object, ...], Tried] = {}
 
-    def once(config: Config, own: Keys, steps: int = STEPS, beside: Tried | None = None) -> Tried:
+    def once(config: Config, own: Keys, steps: int = STEPS, **more: Any) -> Tried:
         key = text_of(own), config.data.sample_tokens, steps
         if key not in known:
-            known[key] = attempt(config, own, steps=steps, beside=beside)
+            known[key] = attempt(config, own, steps=steps, **more)
         return known[key]
 
     return once
@@ -189,18 +210,20 @@ def _once_each(attempt: Try) -> Try:
 def _on_whole_steps(attempt: Try, config: Config, longest: int) -> Try:
     """Return how candidates are tried on one whole step."""
 
-    def whole_step(own: Keys, beside: Tried | None = None) -> Tried:
-        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside)
+    def whole_step(own: Keys, beside: Tried | None = None, lean: bool = False) -> Tried:
+        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside, lean=lean)
 
     return whole_step
 
 
-def _changed(best: Tried, change: Keys, whole_step: Try, gain: float = GAIN) -> tuple[Tried, Tried]:
+def _changed(
+    best: Tried, change: Keys, whole_step: Try, gain: float = GAIN, *, holds_more: bool = True
+) -> tuple[Tried, Tried]:
     """Try a candidate with other keys, on one whole step, as packs are compared: they must gain so much, or
     may lose it. Returns which of both is taken, and the other one as it stands among all.
     """
     now = whole_step(best.keys)
-    other = whole_step({**best.keys, **change}, now if gain > 0 else None)
+    other = whole_step({**best.keys, **change}, now if gain > 0 else None, now.lean and holds_more)
     found = _as_beside(best, now, other)
     return (found if gains(other, now, gain) else best), found
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from omni.config import ClusterConfig, ConfigError, ModelConfig
 from omni.models.blocks import EncoderPart
 from omni.models.stack import Stack
-from omni.planning.choice import OF_ENCODERS, OFFLOAD
+from omni.planning.choice import KEEPS, OF_ENCODERS, OFFLOAD
 from omni.planning.memory import model_host
 from omni.planning.memory_advice import GIB
 from omni.planning.rank_work import rank_work
@@ -62,13 +62,28 @@ def most_sent(spec: RunSpec) -> dict[str, int]:
     """
     if spec.cluster.host_bytes is None or spec.cluster.host_per_s is None:
         return {}
+    layers = _computed_anew(spec, OFFLOAD)
+    return {f"{OF_ENCODERS}{name}{OFFLOAD}": count - 2 for name, count in layers.items() if count > 2}
+
+
+def may_keep(spec: RunSpec) -> list[str]:
+    """The keys that have encoders' layers, where these are computed anew, keep what attention puts out: none
+    where it is not known what devices hold.
+    """
+    if spec.cluster.memory_bytes is None:
+        return []
+    return [f"{OF_ENCODERS}{name}{KEEPS}" for name in _computed_anew(spec, KEEPS)]
+
+
+def _computed_anew(spec: RunSpec, key: str) -> dict[str, int]:
+    """The layers of each encoder whose are computed anew, and which has a key that ends so."""
     found = {}
     for name, encoder in spec.encoders.items():
         part = spec.work[name]
         stack = part.stack if isinstance(part, EncoderPart) else None
-        known = any(field.name == "offload" for field in fields(encoder.Config))
-        if known and isinstance(stack, Stack) and stack.recompute == "full" and stack.layers > 2:
-            found[f"{OF_ENCODERS}{name}{OFFLOAD}"] = stack.layers - 2
+        known = any(field.name == key.lstrip(".") for field in fields(encoder.Config))
+        if known and isinstance(stack, Stack) and stack.recompute == "full":
+            found[name] = stack.layers
     return found
 
 

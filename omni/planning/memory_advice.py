@@ -104,6 +104,8 @@ def _less_of_encoder(spec: RunSpec, name: str) -> str:
     )
     now = _recompute(spec, name)
     recompute = f"set model.encoders.{name}.recompute=full (now {now}), " if now not in (None, "full") else ""
+    if spec.config.model.encoders[name].get("keep_attention"):
+        recompute = f"set model.encoders.{name}.keep_attention=false, "
     return (
         f"For {name} {recompute}raise layout.encoders.{name}.tp={spec.arrangement.encoder_tp[name]}, or have "
         f"a rank encode fewer items: lower data.{key}={step} or raise launch.ranks={spec.arrangement.world}."

@@ -5,6 +5,7 @@ on any machine.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -33,12 +34,14 @@ def tried_out(
     begin: tuple[int, int],
     steps: int = STEPS,
     beside: Tried | None = None,
+    lean: bool = False,
 ) -> Tried:
     """Simulate the first steps of a candidate, in the domains that samples load most. Once one of them shows
     that it gains nothing `beside` another candidate of as many steps, no further one is planned.
 
     Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
-    from the best, or if a device cannot hold it, that which holds least, in as few rounds as it can.
+    from the best, or if a device cannot hold it, or is known not to (`lean`), that which holds least, in as
+    few rounds as it can.
     """
     pipeline, vpp = config.pipeline, config.layout.llm.vpp
     attempt = partial(_simulated, keys=keys, make=make, begin=begin, steps=steps, beside=beside)
@@ -46,11 +49,14 @@ def tried_out(
         return attempt(config)
     if vpp > 1:
         return attempt(with_keys(config, {SCHEDULE: "interleaved"}))
+    least = with_keys(config, {SCHEDULE: "encode_first"})
+    if lean:
+        return replace(attempt(least), lean=True)
     quick = attempt(with_keys(config, {SCHEDULE: "zero_bubble_h1", ROUNDS: pipeline.rounds or 1}))
     if not quick.refused:
         return quick
-    lean = attempt(with_keys(config, {SCHEDULE: "encode_first"}))
-    return lean if gains(lean, quick) else quick
+    other = replace(attempt(least), lean=True)
+    return other if gains(other, quick) else quick
 
 
 @uncollected()

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from omni.llm_config import MoEConfig
-from omni.models import kept_inputs
 from omni.models.dispatch import Dispatcher
 from omni.models.llm_stage import LLMStage
 from omni.models.towers.module import TowerModule
@@ -30,7 +29,7 @@ from omni.rank import build, inputs, state
 from omni.rank.totals import StepSums, StepTotals
 from omni.rehearsal.meter import HOST, Meter
 from omni.rehearsal.recorder import recorder_here
-from ops import attention
+from ops import attention, on_host
 from parallel.lane import Lane
 from parallel.layout import split_evenly
 from parallel.megatron import CudaRNGStatesTracker, get_global_memory_buffer
@@ -55,8 +54,8 @@ def stand_ins(meter: Meter, on_gpu: bool) -> Iterator[None]:
         put(scratch, "buffer", {})
         put(scratch, "get_tensor", lambda *args: _uncounted(meter, get_scratch, args))
         # Memory of the host is not the device's, also where that is a CPU.
-        host_buffer = kept_inputs.host_buffer
-        put(kept_inputs, "host_buffer", lambda like: _made_as(meter, HOST, host_buffer, like))
+        host_buffer = on_host.host_buffer
+        put(on_host, "host_buffer", lambda like: _made_as(meter, HOST, host_buffer, like))
         # An item's arrays are numpy's.
         silence = inputs._silence
         put(inputs, "_silence", lambda *args: _with_content(silence, args, {}))

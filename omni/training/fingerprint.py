@@ -21,7 +21,7 @@ from omni.planning.run_spec import RunSpec
 # Keys that decide only memory and time, when to give up, where other keys come from, or how moments are
 # rounded from here on.
 _FREE = re.compile(
-    r"model\.llm\.(recompute(_long)?|keep_attention|offload|loss_chunk)|model\.encoders\.[^.]+\.(recompute|offload)"
+    r"model\.llm\.(recompute(_long)?|keep_attention|offload|loss_chunk)|model\.encoders\.[^.]+\.(recompute|offload|keep_attention)"
     r"|optim\.(max_skipped|moments_dtype)"
     r"|data\.microbatch_tokens|model\.from_folder"
 )

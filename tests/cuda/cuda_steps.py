@@ -25,11 +25,14 @@ def run_case(
     zero: int = 1,
     offload: int = 0,
 ) -> Rehearsal:
-    """Rehearse a rank of a combination of the parity matrix, in bf16, with few layers and samples."""
+    """Rehearse a rank of a combination of the parity matrix, in bf16, with few layers and samples. Where
+    inputs of `offload` layers are on the host, so is what attention puts out.
+    """
     config = configure(case, folder)
     config.layout.llm.zero = zero
     config.train.precision = "bf16"
     config.model.llm.offload = offload
+    config.model.llm.keep_attention = offload > 0
     config.model.llm.layers = max(layers, case.pp * case.layout.vpp)
     config.model.encoders["image"]["layers"] = layers
     config.data.step_samples = max(samples, case.dp)

@@ -21,7 +21,7 @@ from omni.models import kept_inputs
 from omni.rank import inputs, sharded_adamw, state, step, totals
 from omni.rank.part_buckets import PartBuckets
 from omni.rehearsal.findings import ORDER
-from ops import one_copy
+from ops import kept_attention, on_host, one_copy
 from ops.norm import Norm
 from parallel import collectives, exchange, shipping
 from parallel.lane import Lane
@@ -227,12 +227,12 @@ def _read_early(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: host
 
 
-def _left_early(kept: kept_inputs._Input) -> None:
+def _left_early(kept: on_host.Waiting) -> None:
     if kept.blocks:
         kept.here = None
 
 
-def _fetched_unseen(kept: kept_inputs._Input) -> None:
+def _fetched_unseen(kept: on_host.Waiting) -> None:
     if kept.blocks:
         kept.copied = None
 
@@ -305,11 +305,17 @@ FAULTS = {
     "memory of a layer's input let go before it is copied": Race(
         kept_inputs._Input, "leave", instead(_left_early), ANEW, offload=2
     ),
+    "what attention put out let go before it is copied": Race(
+        kept_attention._Output, "leave", instead(_left_early), ANEW, offload=2
+    ),
+    "attention found before it is back": Race(
+        kept_attention._Output, "fetch", after(_fetched_unseen), ANEW, offload=2
+    ),
     "a layer made anew before its input is back": Race(
         kept_inputs._Input, "fetch", after(_fetched_unseen), ANEW, offload=2
     ),
     "a layer's input copied before it is made": Race(
-        kept_inputs, "_copy", instead(_copied_at_once), ANEW, offload=2
+        on_host, "copy", instead(_copied_at_once), ANEW, offload=2
     ),
     "checkpoint written before it is copied": Race(shard_file.Shard, "read", instead(_never_ready)),
     "checkpoint copied on a side stream": Race(state, "pack", on_side_stream),

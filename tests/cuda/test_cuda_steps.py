@@ -99,11 +99,11 @@ def test_inputs_of_layers_go_to_pinned_memory_and_back_without_a_wait(gpu: FakeG
 
 def test_parts_of_inputs_of_an_encoder_go_there_and_back_without_a_wait(gpu: FakeGPU, folder: Path) -> None:
     """Two ranks gather them, on the stream that computes, behind the copies; projectors are anew, too."""
-    more = ["recompute=full", "layers=8", "offload=6", "taps=[3]"]
+    more = ["recompute=full", "layers=8", "offload=6", "taps=[3]", "keep_attention=true"]
     line = overrides(
         folder / "mixed",
         folder / "run",
-        *(f"+model.encoders.image.{key}".replace("+", "+" * (key[0] in "ot")) for key in more),
+        *(f"+model.encoders.image.{key}".replace("+", "+" * (key[0] in "okt")) for key in more),
         *("layout.llm.tp=2", "+layout.encoders.image.tp=2", "model.llm.layers=2", "train.precision=bf16"),
         "data.step_samples=2",
     )

@@ -129,7 +129,17 @@ SAYS = {
     "memory of a layer's input let go before it is copied": (
         "on the default stream may be given",
         "that were freed and copy_ on the stream of omni.models.llm_stage.LLMStage.__init__ (forward",
-        "at omni.models.kept_inputs._copy",
+        "at ops.on_host.copy",
+    ),
+    "what attention put out let go before it is copied": (
+        "on the default stream may be given",
+        "that were freed and copy_ on the stream of omni.models.llm_stage.LLMStage.__init__ (forward",
+        "at ops.on_host.copy",
+    ),
+    "attention found before it is back": (
+        "backward",
+        "on the default stream reads",
+        "that copy_ on the stream of omni.models.llm_stage.LLMStage.__init__ (backward",
     ),
     "a layer made anew before its input is back": (
         "backward",

@@ -199,12 +199,13 @@ def test_passes_of_long_samples_alone_are_computed_anew_where_others_have_room(m
     assert not chosen.choice.best.refused
     assert chosen.config.model.llm.recompute != "full"
     assert chosen.config.model.llm.recompute_long
+    assert chosen.config.model.llm.keep_attention
     assert chosen.config.packing.divisor > 1
     batches = chosen.planner.next_step(1, 0, 0).domain.microbatches
     assert {batch.layout.lengths[0]: batch.anew for batch in batches} == {4096: True, 128: False}
     assert held(chosen) <= chosen.cluster.memory_bytes
     again = reopened(chosen.config, 2).model.llm
-    assert (again.recompute, again.recompute_long) == ("auto", False)
+    assert (again.recompute, again.recompute_long, again.keep_attention) == ("auto", False, False)
 
 
 def test_inputs_of_encoders_layers_go_to_the_host_where_that_saves_rounds():
@@ -255,9 +256,12 @@ def test_inputs_of_encoders_layers_go_to_the_host_where_that_saves_rounds():
 def test_what_is_on_the_host_stays_on_the_device_unless_that_takes_longer(now, other, goes):
     steps = {10: now, 0: other}
 
-    def whole_step(own, beside=None):
+    def whole_step(own, beside=None, lean=False):
         assert beside is None, "all domains of a candidate that may take longer are planned"
-        return Tried(own, steps[own["sent"]])
+        assert lean == (own["sent"] == 0), (
+            "where a lean schedule alone fits, so it does with more on the device"
+        )
+        return Tried(own, steps[own["sent"]], lean=True)
 
     best, tried = _changed(Tried({"sent": 10}, 10 * now), {"sent": 0}, whole_step, -GAIN)
     assert best.keys["sent"] == (10 if goes else 0)
@@ -648,7 +652,7 @@ def test_a_balance_that_gains_in_a_short_step_is_asked_about_a_whole_one(samples
     """In a short step `lpt` takes a tenth less, in a whole one a tenth more."""
     config = compose_config([*KEYS, f"data.step_samples={samples}"])
 
-    def attempt(config, keys, steps=4, beside=None):
+    def attempt(config, keys, steps=4, beside=None, lean=False):
         other = 110 if steps == 1 else 90
         return Tried(keys, 10**6 * (other if keys[BALANCE] == "lpt" else 100))
 

@@ -42,7 +42,7 @@ def of(data: Path, *more: str) -> dict[str, Any]:
         "++model.llm={recompute: full, keep_attention: true}",
         "model.llm.loss_chunk=16",
         "model.encoders.image.recompute=full",
-        "++model.encoders.image={recompute: full, offload: 1}",
+        "++model.encoders.image={recompute: full, offload: 1, keep_attention: true}",
         "optim.max_skipped=3",
         "layout=pp2",
         "train.steps=9",

@@ -68,6 +68,7 @@ def test_a_step_is_the_same_to_the_bit(ranks: RankPool, tmp_path: Path, case: st
     assert plain[1:] == ([], 0)
     for offload, each in zip((0, 2, 4), sent, strict=True):
         own = ["model.encoders.image.recompute=full", f"+model.encoders.image.offload={offload}"]
+        own += [f"+model.encoders.image.keep_attention={offload != 2}"]
         kept, sizes, came = ranks.run(world, counted, compose_config([*line, *own]), world)[0]
         assert kept is not None
         assert compare(plain[0], kept)[0].relative == 0

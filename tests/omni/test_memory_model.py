@@ -43,6 +43,7 @@ ON_NODES += ["model.llm.vocab=300", "model.llm.loss_chunk=16", "data.microbatch_
 SENT = (*WIDE_IMAGE, "model.encoders.image.recompute=full", "model.llm.layers=2", "model.llm.vocab=300")
 SENT += ("model.llm.ffn=64", "model.llm.loss_chunk=16")
 LONG = ("model.llm.recompute_long=true", "packing.divisor=4")
+FOUND = "+model.encoders.image.keep_attention=true"
 KEPT = ("model.llm.recompute=full", "model.llm.keep_attention=true", *NARROW)
 CAUSES = {
     "virtual stages share the rotation and gathered tokens": (
@@ -301,6 +302,37 @@ CAUSES = {
     "layers that are computed anew find what attention put out": (2, [0, 1], [*KEPT, "layout.llm.tp=2"]),
     "so they do where sequences are shared": (4, [0, 3], [*KEPT, *ON_NODES]),
     "and where their inputs are on the host": (1, [0], [*KEPT, *AWAY, "model.llm.offload=5"]),
+    "the last of it comes back late": (1, [0], [*KEPT, *AWAY, "model.llm.offload=7"]),
+    "and nothing where no gradient comes back": (
+        1,
+        [0],
+        [*KEPT, *AWAY, FROZEN, "model.llm.offload=3", "packing.divisor=8"],
+    ),
+    "and beside experts": (1, [0], [*KEPT, *AWAY, MOE, "model.llm.offload=3"]),
+    **{
+        f"an encoder's layers find it, {where}": (world, sorted({0, world - 1}), [*SENT, FOUND, *more])
+        for where, (world, more) in {
+            "alone": (1, ["model.encoders.image.layers=4"]),
+            "divided": (
+                2,
+                ["model.encoders.image.layers=4", "layout.llm.tp=2", "+layout.encoders.image.tp=2"],
+            ),
+            "behind taps": (1, ["model.encoders.image.layers=6", "+model.encoders.image.taps=[3]"]),
+            "4 on the host": (1, ["model.encoders.image.layers=6", "+model.encoders.image.offload=4"]),
+            "5 on the host": (1, ["model.encoders.image.layers=6", "+model.encoders.image.offload=5"]),
+            "2 on the host, divided": (
+                2,
+                [
+                    *("model.encoders.image.layers=6", "+model.encoders.image.offload=2"),
+                    *("layout.llm.tp=2", "+layout.encoders.image.tp=2", "+model.encoders.image.taps=[3]"),
+                ],
+            ),
+            "shared": (
+                4,
+                ["model.encoders.image.layers=4", "layout.domain=4", "encoder_sp=dynamic", *AT_ONCE],
+            ),
+        }.items()
+    },
     "gates of what attention put out are computed anew": (
         1,
         [0],

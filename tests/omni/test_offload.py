@@ -29,6 +29,7 @@ from omni.planning.run_spec import RunSpec
 from omni.rehearsal.rehearse import rehearse
 from omni.training.parity import Measurement
 from omni.training.trainer import Trainer
+from ops.on_host import host_buffer
 from parallel.work import Grad
 from pipeline.costs import simulate
 
@@ -61,7 +62,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def offloaded(config: Config, count: int) -> Config:
     layers = LAYERS * config.layout.llm.pp
-    return with_values(config, {"model.llm.offload": count, "model.llm.layers": layers})
+    keeps = {"model.llm.offload": count, "model.llm.keep_attention": count > 0}
+    return with_values(config, {**keeps, "model.llm.layers": layers})
 
 
 def measured(rank: int, config: Config, world: int) -> tuple[Measurement | None, int]:
@@ -69,9 +71,9 @@ def measured(rank: int, config: Config, world: int) -> tuple[Measurement | None,
     sent, taken = [0], [0]
     send, take = kept_inputs._Input.send, kept_inputs._Input.take
 
-    def sends(kept: kept_inputs._Input) -> None:
+    def sends(kept: kept_inputs._Input, part: torch.Tensor) -> None:
         sent[0] += 1
-        send(kept)
+        send(kept, part)
 
     def takes(kept: kept_inputs._Input) -> torch.Tensor:
         taken[0] += bool(kept.blocks)
@@ -131,7 +133,7 @@ def failed(rank: int, config: Config) -> tuple[list[str], int]:
     trainer = Trainer(prepare_run(config, 1), folder, rank, torch.device("cpu"))
     held: list[weakref.ref[Any]] = []
     at: list[str] = []
-    buffer = kept_inputs.host_buffer
+    buffer = host_buffer
 
     def noted(like: torch.Tensor) -> torch.Tensor:
         made = buffer(like)
@@ -148,7 +150,7 @@ def failed(rank: int, config: Config) -> tuple[list[str], int]:
         return loss(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kept_inputs, "host_buffer", noted)
+        patch.setattr("ops.on_host.host_buffer", noted)
         patch.setattr(LLMStage, "loss", failing)
         assert trainer.evaluate(1)
         where[0], fails[0] = "a step", True
@@ -253,6 +255,14 @@ def test_refusals_name_key_value_and_remedy(folder: Path) -> None:
         (
             ["model.llm.recompute_long=true", "layout.llm.zero=3", "layout.domain=2"],
             r"model\.llm\.recompute_long=true with layout\.llm\.zero=3: .*set zero=1, or recompute_long=f",
+        ),
+        (
+            ["model.llm.keep_attention=true", "model.llm.recompute=selective"],
+            r"model\.llm\.keep_attention=True: with recompute=selective and recompute_long=false: .*or this",
+        ),
+        (
+            ["+model.encoders.image.keep_attention=true"],
+            r"model\.encoders\.image\.keep_attention=True: with recompute=none: .*set recompute=full",
         ),
         (
             ["+model.encoders.image.offload=1"],

@@ -28,7 +28,7 @@ from omni.models.encoders.qwen_stem import InterpolatedTable, QwenStem, Reordere
 from omni.models.encoders.qwen_tower import QwenTower
 from omni.models.encoders.transformer import TransformerEncoder
 from omni.models.encoders.vit import window_positions
-from omni.models.layer_sizes import INPUTS_ALONE, LayerSizes
+from omni.models.layer_sizes import ANEW_ALONE, INPUTS_ALONE, LayerSizes
 from omni.models.registry import ItemArrays
 from omni.models.towers.folder import NO_FOLDER, open_tower, weights_of
 from omni.models.towers.images import GridImages
@@ -54,8 +54,9 @@ class QwenViTConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     row_break: int | None = at_least(0, None)
     offload: int | None = at_least(0, None)
+    keep_attention: bool | None = None
 
-    rules: ClassVar[Rules] = (INPUTS_ALONE,)
+    rules: ClassVar[Rules] = (INPUTS_ALONE, ANEW_ALONE)
 
 
 class QwenViT(GridImages, TransformerEncoder):
@@ -73,7 +74,13 @@ class QwenViT(GridImages, TransformerEncoder):
                 "encoder.recompute=selective: costs count attention that is made anew by squared lengths, "
                 "and that of windows has none; choose full or none"
             )
-        shape = replace(own.shape, recompute=config.recompute, offload=config.offload, lora=config.lora)
+        shape = replace(
+            own.shape,
+            recompute=config.recompute,
+            offload=config.offload,
+            keep_attention=config.keep_attention,
+            lora=config.lora,
+        )
         super().__init__(shape, values=own.values, row_tokens=own.merge**2, axes=2)
         self.axes = 4  # beside row and column the sides of their grid, which interpolation asks for
         if own.windows:

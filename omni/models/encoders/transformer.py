@@ -108,7 +108,14 @@ class TransformerEncoder(ABC):
         )
         return EncoderPart(
             stem=self.stem_work(element),
-            stack=Stack.of(sizes, element, tp, blocks=1 + len(c.taps), kept_output=anew),
+            stack=Stack.of(
+                sizes,
+                element,
+                tp,
+                blocks=1 + len(c.taps),
+                kept_output=anew,
+                kept_attention=bool(c.keep_attention),
+            ),
             tail=tail,
             taps=tap * len(c.taps),
             width=width,

@@ -18,6 +18,7 @@ from omni.models.attention import PackedCoreAttention
 from omni.models.kept_inputs import Ways, computed_anew, keep_inputs
 from omni.models.layer_sizes import LayerSizes, TransformerEncoderConfig, transformer_layers
 from omni.models.layers import layer_submodules, transformer_config
+from ops.kept_attention import KeptAttention
 from ops.norm import Norm
 from parallel.megatron import ModuleSpec, ProcessGroupCollection, TransformerBlock
 from parallel.packed import PackedTokens
@@ -69,13 +70,11 @@ class TransformerModule(torch.nn.Module):
             )
             for start, stop in pairwise([0, *config.taps, config.layers])
         ]
-        divides = sizes.divides_inputs(groups.tp.size())
-        on_gpu = device is not None and device.type == "cuda"
-        copies = torch.cuda.Stream(device) if config.offload and on_gpu else None
-        self.ways = Ways(copies, groups.tp if divides else None)
-        if divides or config.offload:
+        self.offload, self.keep_attention = config.offload or 0, bool(config.keep_attention)
+        self.ways = _ways(sizes, self.offload, groups, device)
+        if self.ways.group is not None or self.offload:
             for block in blocks:
-                keep_inputs(block, config.offload or 0, self.ways)
+                keep_inputs(block, self.offload, self.ways)
         self.block, self.tapped = blocks[0], torch.nn.ModuleList(blocks[1:])
         normed = self.merged if norms_rows else config.hidden
         self.final_norm = Norm(self.config, config.hidden, sizes.norm_eps)
@@ -107,16 +106,25 @@ class TransformerModule(torch.nn.Module):
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # It is frozen, and layers that are computed anew find adapters only by a gradient of their input.
             hidden.requires_grad_()
-        hidden = self.block(hidden.unsqueeze(1), None, packed_seq_params=packed)
+        hidden = self._passed(self.block, hidden.unsqueeze(1), packed)
         tapped = []
         for projector, block in zip(self.tap_projectors, self.tapped, strict=True):
             assert isinstance(projector, torch.nn.ModuleDict)
             # The block behind it keeps the same whole.
             tapped.append(self._rows(hidden.squeeze(1), Ways(), *projector.values()))
-            hidden = block(hidden, None, packed_seq_params=packed)
+            hidden = self._passed(block, hidden, packed)
         ends = self.final_norm, self.projector_in, self.projector_out
         rows = self._rows(hidden.squeeze(1), self.ways, *ends)
         return torch.cat([rows, *tapped]) if tapped else rows
+
+    def _passed(self, block: torch.nn.Module, hidden: torch.Tensor, packed: PackedTokens) -> torch.Tensor:
+        """Pass tokens [T, 1, E] through the layers of a block."""
+        if not (self.keep_attention and torch.is_grad_enabled()):
+            return block(hidden, None, packed_seq_params=packed)
+        kept = KeptAttention(self.offload, self.ways.copies)
+        out: torch.Tensor = block(hidden, None, packed_seq_params=replace(packed, kept=kept))
+        kept.passed()
+        return out
 
     def _rows(
         self, hidden: torch.Tensor, ways: Ways, norm: Any, linear_in: Any, linear_out: Any
@@ -131,6 +139,15 @@ class TransformerModule(torch.nn.Module):
         neighbours = norm(hidden.view(-1, *norm.shape)).view(-1, self.merged)
         rows: torch.Tensor = linear_out(F.gelu(linear_in(neighbours)))
         return rows
+
+
+def _ways(
+    sizes: LayerSizes, offload: int, groups: ProcessGroupCollection, device: torch.device | None
+) -> Ways:
+    """The ways that inputs of layers take until these are computed anew."""
+    on_gpu = device is not None and device.type == "cuda"
+    copies = torch.cuda.Stream(device) if offload and on_gpu else None
+    return Ways(copies, groups.tp if sizes.divides_inputs(groups.tp.size()) else None)
 
 
 def _layers(plain: ModuleSpec, windows: Sequence[bool]) -> list[ModuleSpec]:
