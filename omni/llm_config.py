@@ -357,6 +357,12 @@ class LLMConfig:
             "made anew: set recompute=full or recompute_long=true, or this to false",
         ),
         Rule(
+            "keep_attention",
+            lambda own: not (own.keep_attention and own.offload and "delta" in own.attention),
+            "with offload={offload} and delta nets, which keep no attention between layers that do: set "
+            "offload=0, or this to false",
+        ),
+        Rule(
             "offload",
             lambda own: not own.offload or own.recompute == "full",
             "with recompute={recompute}: inputs of layers that are made anew go to the host, nothing else; "

@@ -1,9 +1,10 @@
 """Attention that a layer computed anew finds again: what its kernels put out is kept from the first pass.
 
 Of a layer that is computed anew for its backward, attention over long sequences is most of the time and
-little of the memory: what it puts out is as large as the layer's input, and one number more for each row and
-head. Kept, it need not be computed a second time; queries, keys and values, which its backward also takes,
-come out of linears that are (as selective checkpointing in torch keeps outputs of chosen operators).
+little of the memory: what it puts out is in most models as large as the layer's input, and one number more
+for each row and head. Kept, it need not be computed a second time; queries, keys and values, which its
+backward also takes, come out of linears that are (as selective checkpointing in torch keeps outputs of chosen
+operators).
 
 Where inputs of layers wait on the host, so do these (`on_host.py`): sent behind the kernel, gone when the
 next layer begins to attend, and fetched while the layer behind is made anew.
@@ -52,7 +53,8 @@ class KeptAttention:
         it hands that out in their place, and lets go of it.
         """
         if torch.is_grad_enabled():
-            return _KernelsFound(self._layers[layer])
+            found = self._layers.get(layer)
+            return nullcontext() if found is None else _KernelsFound(found)
         if not self.goes_back:
             return nullcontext()
         if layer not in self._layers:

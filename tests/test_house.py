@@ -22,7 +22,8 @@ GIVEN_ALL = {
     "prepare._resolve",
     "prepare.resolve",
     # open keys lie in any section, and a candidate is a configuration
-    *(f"choice.{name}" for name in ("_of_encoders", "_of_layout", "as_saved", "chosen", "continued")),
+    *(f"choice.{name}" for name in ("_computes_anew", "_of_encoders", "_of_layout", "as_saved", "chosen")),
+    "choice.continued",
     *(f"choice.{name}" for name in ("open_keys", "opened", "reopened", "unchosen", "value_of", "with_keys")),
     *(f"choose.{name}" for name in ("_on_whole_steps", "_search", "_search_all", "once")),
     *(f"room.{name}" for name in ("cut_of_longer", "domain_sizes", "samples_of_step", "shortened")),

@@ -88,8 +88,8 @@ class TransformerEncoderConfig:
     SwiGLU. A token sees `window` tokens, null for all of its item, but in the `full_layers`, counted from 0.
     With `lora` adapters of linears of its layers learn, and nothing else of it. With `recompute=full` the
     inputs of up to `offload` layers behind the first, and behind each tap's, are on the host from their
-    forward to their backward; null: none, unless it is chosen with what the LLM recomputes. So it is with
-    `keep_attention`: layers that are computed anew keep what attention puts out, and do not attend again.
+    forward to their backward; null: none, unless it is chosen with what the LLM recomputes. With
+    `keep_attention` they keep what attention puts out, and do not attend again; null: not, unless chosen.
     """
 
     layers: int = at_least(1, 2)

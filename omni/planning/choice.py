@@ -112,7 +112,7 @@ def open_keys(config: Config) -> list[str]:
     if value_of(config, RECOMPUTE) == AUTO:
         keys += [RECOMPUTE, *_OFF, *_of_encoders(config, OFFLOAD)]
     keys += [key for key in POLICIES if value_of(config, key) == AUTO]
-    if keys:
+    if {*keys} - {CONTEXT}:  # alone it follows from the samples, and nothing is simulated
         keys += _of_encoders(config, KEEPS)
     if keys and config.data.sample_tokens is None:
         keys.append(LONGEST)
@@ -122,9 +122,14 @@ def open_keys(config: Config) -> list[str]:
 
 def _of_encoders(config: Config, end: str) -> list[str]:
     """The keys with such an end that are open, of encoders whose layers are computed anew."""
-    own = config.model.encoders.items()
-    keys = (f"{OF_ENCODERS}{name}{end}" for name, keys in own if keys.get("recompute") == "full")
-    return [key for key in keys if value_of(config, key) is None]
+    keys = (f"{OF_ENCODERS}{name}{end}" for name in config.model.encoders)
+    return [key for key in keys if _computes_anew(config, key) and value_of(config, key) is None]
+
+
+def _computes_anew(config: Config, key: str) -> bool:
+    """Whether the encoder of a key has its layers computed anew."""
+    name = key.removeprefix(OF_ENCODERS).rsplit(".", 1)[0]
+    return bool(config.model.encoders[name].get("recompute") == "full")
 
 
 def of_encoder(key: str) -> bool:
@@ -178,8 +183,9 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     empty |= {**_OFF, **dict.fromkeys(filter(of_encoder, saved.choice.keys))}
     values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
-    keys = [key for key in keys if key not in given]
-    config = with_keys(config, {key: value_of(saved, key) for key in keys})
+    idle = [key for key in saved.choice.keys if of_encoder(key) and not _computes_anew(config, key)]
+    keys = [key for key in keys if key not in given and key not in idle]
+    config = with_keys(config, {key: value_of(saved, key) for key in keys} | dict.fromkeys(idle))
     return _of_layout(replace(config, choice=replace(saved.choice, keys=keys)), saved)
 
 

@@ -168,8 +168,8 @@ def _search_all(
     if sent:
         goes = any(best.keys[key] for key in sent)
         # What stays is simpler: what goes must gain.
-        change, gain = (stays, -GAIN) if goes else (sent, GAIN)
-        best, other = _changed(best, change, whole_step, gain, holds_more=goes)
+        change, gain = (stays, -GAIN) if goes else (sent, GAIN)  # one holds more here, one on the host
+        best, other = _changed(best, change, whole_step, gain, holds_more=False)
         tried.append(other)
     if best.keys[RECOMPUTE] == least or best.keys[RECOMPUTE_LONG]:
         kept.append(KEEP_ATTENTION)
@@ -182,14 +182,15 @@ def _attending_once(
 ) -> tuple[Tried, list[Tried]]:
     """Try a candidate whose layers that are made anew keep what attention puts out, by the keys `kept` one
     after the other; with what encoders' layers keep `sent` to the host where it does not fit otherwise, or no
-    schedule but a lean one.
+    schedule but a lean one. It must gain twice as much as others: what holds more leaves less room to the
+    schedule, for which one stands here.
     """
     tried = list[Tried]()
     for key in kept:
-        best, other = _changed(best, {key: True}, whole_step)
+        best, other = _changed(best, {key: True}, whole_step, 2 * GAIN)
         tried.append(other)
         if (other.refused or other.lean) and sent and not any(best.keys[own] for own in sent):
-            best, other = _changed(best, {key: True, **sent}, whole_step, holds_more=False)
+            best, other = _changed(best, {key: True, **sent}, whole_step, 2 * GAIN, holds_more=False)
             tried.append(other)
     return best, tried
 
@@ -199,7 +200,7 @@ def _once_each(attempt: Try) -> Try:
     known: dict[tuple[object, ...], Tried] = {}
 
     def once(config: Config, own: Keys, steps: int = STEPS, **more: Any) -> Tried:
-        key = text_of(own), config.data.sample_tokens, steps
+        key = text_of(own), config.data.sample_tokens, steps, more.get("lean", False)
         if key not in known:
             known[key] = attempt(config, own, steps=steps, **more)
         return known[key]
@@ -223,6 +224,7 @@ def _changed(
     may lose it. Returns which of both is taken, and the other one as it stands among all.
     """
     now = whole_step(best.keys)
+    best = now if best.step_ns is None else best
     other = whole_step({**best.keys, **change}, now if gain > 0 else None, now.lean and holds_more)
     found = _as_beside(best, now, other)
     return (found if gains(other, now, gain) else best), found

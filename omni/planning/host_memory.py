@@ -16,6 +16,7 @@ from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from omni.planning.workload import Workload
 from parallel.costs import CostTable
+from parallel.work import FP32
 from pipeline.plan import StepPlan
 
 
@@ -68,9 +69,10 @@ def most_sent(spec: RunSpec) -> dict[str, int]:
 
 def may_keep(spec: RunSpec) -> list[str]:
     """The keys that have encoders' layers, where these are computed anew, keep what attention puts out: none
-    where it is not known what devices hold.
+    where it is not known what devices hold, nor in single precision, for which GPUs have no kernel that is
+    kept.
     """
-    if spec.cluster.memory_bytes is None:
+    if spec.cluster.memory_bytes is None or spec.element == FP32:
         return []
     return [f"{OF_ENCODERS}{name}{KEEPS}" for name in _computed_anew(spec, KEEPS)]
 

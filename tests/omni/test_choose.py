@@ -252,6 +252,28 @@ def test_inputs_of_encoders_layers_go_to_the_host_where_that_saves_rounds():
     assert forced.planner.beyond(halves) <= 0
 
 
+def test_what_attention_of_an_encoder_puts_out_is_kept_where_that_fits_and_gains():
+    """Pictures of 4,096 tokens, in narrow layers: attention is nearly all that they do."""
+    keep = "model.encoders.image.keep_attention"
+    own = ("hidden=64", "heads=4", "ffn=64", "layers=6", "recompute=full", "max_tokens=4096")
+    keys = [f"++model.encoders.image.{key}" for key in own] + ["train.precision=bf16", "data.step_samples=12"]
+    trace = [SampleMeta(n, "trace", 40, (ItemMeta("image", 4096, 16, 3, ()),), 9) for n in range(12)]
+
+    def made(*more):
+        return prepared(*keys, *more, trace=trace)
+
+    known = "cluster.memory_bytes=100000000000"
+    chosen = made(known)
+    assert value_of(chosen.config, keep) is True
+    assert f"++{keep}=True" in next(iter(chosen.choice.lines()))
+    assert value_of(made().config, keep) is None, "nobody knows what fits"
+    assert value_of(made(known, "train.precision=fp32").config, keep) is None
+    assert value_of(made(known, f"++{keep}=false").config, keep) is False
+    other, _ = compose_saved(chosen.config, ["model.encoders.image.recompute=none"])
+    assert value_of(other, keep) is None, "it would say something of layers that keep all"
+    assert value_of(compose_saved(chosen.config, [])[0], keep) is True
+
+
 @pytest.mark.parametrize("now, other, goes", [(1000, 1000, False), (1000, 1004, False), (1000, 1006, True)])
 def test_what_is_on_the_host_stays_on_the_device_unless_that_takes_longer(now, other, goes):
     steps = {10: now, 0: other}

@@ -170,7 +170,6 @@ def test_where_a_domain_that_is_not_planned_holds_more_the_search_is_done_again(
     monkeypatch.setattr(layout_search, "likely_held", lambda *of: likely_held(*of) * 9 // 10)
     monkeypatch.setattr(layout_search, "least_held", lambda *of: Counter[tuple[str, str]]())
     line = [key for key in LINE if key != "model.llm.recompute=full"]
-    line += ["+model.encoders.image.keep_attention=false"]  # else it is chosen where it fits
     # In two rounds it would fit.
     line += [*WRITTEN, "layout.llm.pp=2", "pipeline=encode_first", "pipeline.rounds=1"]
     assert main(["plan", "--search", "--json", *line]) == 0
