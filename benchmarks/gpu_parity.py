@@ -27,7 +27,6 @@ STEPS = 3
 COMMON = ("experiment=quickstart", "system=multiplexed")
 EXPERTS = ("model.llm.moe={experts: 4, topk: 2, ffn: 64, shared_ffn: 64, dense_layers: 1}",)
 FULL = ("model.llm.recompute=full", "model.encoders.image.recompute=full")
-KEPT = (*FULL, "model.llm.keep_attention=true", "+model.encoders.image.keep_attention=true")
 LONG = ("model.llm.recompute=selective", "model.llm.recompute_long=true", "packing.divisor=4")
 PP2, TP2, CP2 = (f"layout.llm.{axis}=2" for axis in ("pp", "tp", "cp"))
 SCHEDULES = (
@@ -60,7 +59,6 @@ CASES = (
     Case("one rank", 1, of_cpu=True),
     Case("experts", 1, model=EXPERTS, of_cpu=True),
     Case("full recomputation", 1, FULL, of_cpu=True),
-    Case("full recomputation but for attention", 1, KEPT, of_cpu=True),
     Case("long passes recomputed", 1, LONG, of_cpu=True),
     Case("tp 2", 2, (TP2,), of_cpu=True),
     Case("cp 2", 2, (CP2,), of_cpu=True),
@@ -78,7 +76,6 @@ CASES = (
     Case("tp 2, pp 2, dp 2, joint", 8, (TP2, PP2, "pipeline.policy=joint")),
     Case("pp 4, dp 2, zero_bubble_h2", 8, ("layout.llm.pp=4", "pipeline.policy=zero_bubble_h2")),
     Case("cp 4, tp 2, recomputed", 8, ("layout.llm.cp=4", TP2, *FULL)),
-    Case("cp 4, tp 2, recomputed but for attention", 8, ("layout.llm.cp=4", TP2, *KEPT)),
     Case("ep 4, tp 2, dp 4", 8, (TP2, "layout.llm.ep=4", "layout.domain=4"), EXPERTS),
     Case("two hops of rows, dp 4, pp 2", 8, (PP2, "layout.domain=4", "boundary.policy=two_level")),
     Case("all share, dp 8", 8, ("llm_sp.policy=dynamic", "encoder_sp.policy=dynamic", "layout.domain=8")),

@@ -129,7 +129,7 @@ def _of_encoders(config: Config, end: str) -> list[str]:
 def _computes_anew(config: Config, key: str) -> bool:
     """Whether the encoder of a key has its layers computed anew."""
     name = key.removeprefix(OF_ENCODERS).rsplit(".", 1)[0]
-    return bool(config.model.encoders[name].get("recompute") == "full")
+    return bool(config.model.encoders.get(name, {}).get("recompute") == "full")
 
 
 def of_encoder(key: str) -> bool:
@@ -223,7 +223,9 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def with_keys(config: Config, keys: Keys) -> Config:
-    """Return a configuration with other values of keys. An encoder that lacks a key has none for null."""
+    """Return a configuration with other values of keys. An encoder that lacks a key has none for null, and
+    keys of one that is gone stay away.
+    """
     config = deepcopy(config)
     for key, value in keys.items():
         *sections, name = key.split(".")
@@ -231,10 +233,11 @@ def with_keys(config: Config, keys: Keys) -> Config:
         if isinstance(holder, dict):
             if value is not None or name in holder:
                 holder[name] = value
-        else:
+        elif holder is not None:
             setattr(holder, name, value)
     return config
 
 
 def _entry(section: Any, name: str) -> Any:
-    return section.get(name) if isinstance(section, dict) else getattr(section, name)
+    """An entry of a section, None of an encoder that is not there."""
+    return section.get(name) if isinstance(section, dict) else section and getattr(section, name)

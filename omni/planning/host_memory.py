@@ -16,7 +16,6 @@ from omni.planning.rank_work import rank_work
 from omni.planning.run_spec import RunSpec
 from omni.planning.workload import Workload
 from parallel.costs import CostTable
-from parallel.work import FP32
 from pipeline.plan import StepPlan
 
 
@@ -42,6 +41,26 @@ def check_host_link(model: ModelConfig, cluster: ClusterConfig) -> None:
             )
 
 
+def keeps_nothing(precision: str, cluster: ClusterConfig) -> bool:
+    """Whether kernels of attention put out nothing that is kept: those of GPUs in single precision."""
+    return precision == "fp32" and cluster.device == "cuda"
+
+
+def check_kept(model: ModelConfig, cluster: ClusterConfig, precision: str) -> None:
+    """Refuse to keep what attention puts out where its kernels are not kept: plans would count on it.
+
+    Raises:
+        ConfigError: naming the keys.
+    """
+    keys = {f"{OF_ENCODERS}{name}{KEEPS}": own.get(KEEPS[1:]) for name, own in model.encoders.items()}
+    for key, kept in {"model.llm.keep_attention": model.llm.keep_attention, **keys}.items():
+        if kept and keeps_nothing(precision, cluster):
+            raise ConfigError(
+                f"{key}={kept}: with train.precision=fp32 GPUs have no kernel of attention that is kept: set "
+                "train.precision=bf16, or this to false"
+            )
+
+
 def most_on_host(spec: Workload, table: CostTable, plan: StepPlan) -> int:
     """Return the most bytes that passes of a rank of a plan's domain keep on its host at once: what the first
     ranks of teams do, of which all ranks keep about the same.
@@ -63,22 +82,21 @@ def most_sent(spec: RunSpec) -> dict[str, int]:
     """
     if spec.cluster.host_bytes is None or spec.cluster.host_per_s is None:
         return {}
-    layers = _computed_anew(spec, OFFLOAD)
+    layers = _layers_with(spec, OFFLOAD)
     return {f"{OF_ENCODERS}{name}{OFFLOAD}": count - 2 for name, count in layers.items() if count > 2}
 
 
 def may_keep(spec: RunSpec) -> list[str]:
     """The keys that have encoders' layers, where these are computed anew, keep what attention puts out: none
-    where it is not known what devices hold, nor in single precision, for which GPUs have no kernel that is
-    kept.
+    where it is not known what devices hold, nor where no kernel is kept.
     """
-    if spec.cluster.memory_bytes is None or spec.element == FP32:
+    if spec.cluster.memory_bytes is None or keeps_nothing(spec.config.train.precision, spec.config.cluster):
         return []
-    return [f"{OF_ENCODERS}{name}{KEEPS}" for name in _computed_anew(spec, KEEPS)]
+    return [f"{OF_ENCODERS}{name}{KEEPS}" for name in _layers_with(spec, KEEPS)]
 
 
-def _computed_anew(spec: RunSpec, key: str) -> dict[str, int]:
-    """The layers of each encoder whose are computed anew, and which has a key that ends so."""
+def _layers_with(spec: RunSpec, key: str) -> dict[str, int]:
+    """How many layers each encoder has, of those that compute them anew and have a key that ends so."""
     found = {}
     for name, encoder in spec.encoders.items():
         part = spec.work[name]

@@ -40,7 +40,7 @@ from omni.planning.domain_planner import DomainPlanner, TransportChoice
 from omni.planning.frameworks import Framework
 from omni.planning.fullest import beyond, remembering
 from omni.planning.group_planner import GroupPlanner
-from omni.planning.host_memory import check_host_link
+from omni.planning.host_memory import check_host_link, check_kept
 from omni.planning.layouts import check_layout, check_pools, check_vpp, resolve_layout
 from omni.planning.mixture import Mixture, with_positions
 from omni.planning.optim_schedule import check_stages, first_steps, frozen_at, stages_of
@@ -90,6 +90,7 @@ def prepare_run(
     check_stages(stages, (LLM, *encoders))
     check_llm_adapters(config.model.llm)
     check_host_link(config.model, config.cluster)
+    check_kept(config.model, config.cluster, config.train.precision)
     _check_adapters_learn(config.model, first_steps(stages, (LLM, *encoders)))
     tokenizer = tokenizer_of(config.data)
     data = opened or open_data(config.data, config.train.seed, encoders, tokenizer, trace)

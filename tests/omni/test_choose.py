@@ -267,11 +267,18 @@ def test_what_attention_of_an_encoder_puts_out_is_kept_where_that_fits_and_gains
     assert value_of(chosen.config, keep) is True
     assert f"++{keep}=True" in next(iter(chosen.choice.lines()))
     assert value_of(made().config, keep) is None, "nobody knows what fits"
-    assert value_of(made(known, "train.precision=fp32").config, keep) is None
+    gpus = ("train.precision=fp32", "cluster.device=cuda")
+    assert value_of(made(known, *gpus).config, keep) is None
+    with pytest.raises(
+        ConfigError, match=r"image\.keep_attention=True: with train\.precision=fp32 GPUs have"
+    ):
+        made(known, *gpus, f"++{keep}=true")
     assert value_of(made(known, f"++{keep}=false").config, keep) is False
     other, _ = compose_saved(chosen.config, ["model.encoders.image.recompute=none"])
     assert value_of(other, keep) is None, "it would say something of layers that keep all"
     assert value_of(compose_saved(chosen.config, [])[0], keep) is True
+    gone, _ = compose_saved(chosen.config, ["~model.encoders.image"])
+    assert keep not in gone.choice.keys
 
 
 @pytest.mark.parametrize("now, other, goes", [(1000, 1000, False), (1000, 1004, False), (1000, 1006, True)])
