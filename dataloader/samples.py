@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -46,11 +47,21 @@ class InOrder:
 def in_order(trace: Sequence[SampleMeta]) -> Samples:
     """Take the samples of a trace in their order, over and over."""
 
+    @cache
+    def whole() -> Ints:
+        """Lengths [n] of whole samples; above any budget of one that has an item which is refused."""
+        above = np.iinfo(np.int64).max
+        whole = (above if any(item.refused for item in of.items) else length(of) for of in trace)
+        return np.fromiter(whole, np.int64, len(trace))
+
     def lengths(source: str, ids: Ints, budget: int, policy: str) -> Ints:
         # A sample that would be refused has length 0, as with an index: who takes it says why.
         on_long = "drop" if policy == "error" else policy
-        kept = (fit(trace[i], budget, on_long) for i in ids.tolist())
-        return np.array([0 if meta is None else length(meta) for meta in kept], np.int64)
+        found = whole()[ids]
+        for place in np.flatnonzero(found > budget).tolist():
+            meta = fit(trace[ids[place]], budget, on_long)
+            found[place] = 0 if meta is None else length(meta)
+        return found
 
     def items(source: str, ids: Ints) -> dict[str, tuple[Ints, Ints]]:
         found: dict[str, list[tuple[int, int]]] = {}

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import Any
 
 from omni.config import Config
-from omni.planning.choice import AUTO, SCHEDULE, Keys, Tried, with_keys
+from omni.planning.choice import AUTO, LONGEST, SCHEDULE, Keys, Tried, text_of, with_keys
 from omni.planning.host_memory import offloaded
 from omni.planning.memory_advice import GIB
 from omni.planning.run_spec import RunSpec
@@ -21,10 +22,12 @@ from pipeline.plan import StepPlan
 DOMAINS, STEPS = 4, 4  # simulated at most: domains of a step, steps
 ENOUGH = 1024  # samples of steps after which no further one is simulated
 IN_DOMAINS = 512  # samples of domains of a step, after which no further domain is
+CHECKED = 2  # domains at least that are, if they are to fit
 ROUNDS = "pipeline.rounds"
 GAIN = 0.005  # of the step, that a candidate must bring to be taken over a simpler one
 
 Make = Callable[[Config], RunSpec]
+Try = Callable[..., Tried]
 
 
 def tried_out(
@@ -93,21 +96,51 @@ def _first_plans(spec: RunSpec, step: int, cursor: int) -> Iterator[tuple[StepPl
     """The plans of the domains that samples of a step load most, as far as they are bounded, each with the
     bytes that it is beyond what ranks can hold.
     """
-    samples = 0
-    for plan, beyond in islice(spec.planner.busiest(step, cursor), DOMAINS):
+    samples, least = 0, 1 if spec.cluster.memory_bytes is None else CHECKED
+    for count, (plan, beyond) in enumerate(islice(spec.planner.busiest(step, cursor), DOMAINS), 1):
         yield plan, beyond
         samples += len(plan.domain.samples)
-        guarded = spec.cluster.memory_bytes is not None  # each of these domains is to fit
-        if not guarded and samples >= IN_DOMAINS:
+        if count >= least and samples >= IN_DOMAINS:
             break
 
 
 def gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
     """Whether a candidate is to be taken over a simpler one: it can be and that cannot, or it takes less; of
-    two that no device can hold, it holds less.
+    two that no device can hold, it is as much less beyond that.
     """
     if bool(found.refused) != bool(best.refused) or found.step_ns is None or best.step_ns is None:
         return not found.refused and bool(best.refused)
     if found.refused:
-        return found.beyond < best.beyond
+        return found.beyond < (1 - gain) * best.beyond
     return found.step_ns < (1 - gain) * best.step_ns
+
+
+def once_each(attempt: Try) -> Try:
+    """Return how candidates are tried: each of them once on so many steps, also one that is known not to fit
+    under the quick schedule when it is tried first, and that nobody says so of later.
+    """
+    known: dict[tuple[object, ...], Tried] = {}
+
+    def once(config: Config, own: Keys, steps: int = STEPS, **more: Any) -> Tried:
+        key = text_of(own), config.data.sample_tokens, steps
+        if key not in known:
+            known[key] = attempt(config, own, steps=steps, **more)
+        return known[key]
+
+    return once
+
+
+def on_whole_steps(attempt: Try, config: Config, longest: int) -> Try:
+    """Return how candidates are tried on one whole step."""
+
+    def whole_step(own: Keys, beside: Tried | None = None, lean: bool = False) -> Tried:
+        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside, lean=lean)
+
+    return whole_step
+
+
+def as_beside(start: Tried, first: Tried, other: Tried) -> Tried:
+    """A candidate that was simulated beside `first`, as it stands among others that `start` stands among."""
+    if not (start.step_ns and first.step_ns and other.step_ns):
+        return replace(other, step_ns=None)
+    return replace(other, step_ns=start.step_ns * other.step_ns // first.step_ns)

@@ -173,3 +173,13 @@ def test_no_chat_whose_first_turn_fits_is_an_error_that_does_not_name_what_is_se
         samples.stream, samples.lengths, samples.metas, 0, Budget(12, 24, None, "truncate")
     )
     assert (batch.ids.tolist(), batch.lengths.tolist()) == ([0, 1], [12, 12])
+
+
+@pytest.mark.parametrize("policy", ["drop", "truncate", "error"])
+def test_lengths_of_a_trace_are_those_of_its_samples_as_they_are_kept(policy):
+    trace = [meta_of("trace", sample, 30) for sample in range(60)]
+    samples, ids = in_order(trace), np.array([41, 7, 7, 0, 59, *range(60)])
+    for budget in (3, 19, 20, 100):
+        kept = [fit(trace[i], budget, "drop" if policy == "error" else policy) for i in ids]
+        expected = [0 if meta is None else length(meta) for meta in kept]
+        assert samples.lengths("trace", ids, budget, policy).tolist() == expected

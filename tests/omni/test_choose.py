@@ -29,14 +29,15 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import _changed, _of_best_size, _packed, _search
+from omni.planning.choose import _changed
 from omni.planning.cut import cut_of
 from omni.planning.fullest import fullest_rank
 from omni.planning.host_memory import most_on_host
 from omni.planning.planner import Planner
+from omni.planning.policy_search import _of_best_size, _packed, search_policies
 from omni.planning.prepare import prepare_run
 from omni.planning.room import mean_context
-from omni.planning.trials import DOMAINS, GAIN, STEPS, gains, tried_out
+from omni.planning.trials import DOMAINS, GAIN, STEPS, gains, on_whole_steps, once_each, tried_out
 from omni.training.choice_watch import COSTS
 from omni.training.seats import fitting
 from pipeline.costs import simulate
@@ -124,7 +125,7 @@ def test_a_key_that_was_given_stays(given):
 @pytest.fixture
 def small_passes(monkeypatch):
     """Where nobody says what a pass holds, 64 tokens."""
-    for module in ("choice", "choose", "room"):
+    for module in ("choice", "choose", "policy_search", "room"):
         monkeypatch.setattr(f"omni.planning.{module}.PASS_TOKENS", MICROBATCH)
     monkeypatch.setattr("omni.planning.room.ROUND", 2)
 
@@ -617,6 +618,50 @@ def test_a_candidate_that_gains_nothing_in_a_domain_is_planned_in_no_other(monke
     assert gains(found, beside or Tried({}, refused="no")) == (planned == 4)
 
 
+@pytest.mark.parametrize("beyond, taken", [(1000, False), (996, False), (994, True)])
+def test_of_two_that_do_not_fit_the_other_is_taken_where_it_is_half_a_hundredth_less_beyond(beyond, taken):
+    found, best = (Tried({}, 1, "does not fit", bytes) for bytes in (beyond, 1000))
+    assert gains(found, best) == taken
+    assert gains(found, best, -GAIN), "the simpler one"
+
+
+def test_a_candidate_is_tried_once_whatever_is_known_of_it():
+    asked = []
+
+    def attempt(config, own, **more):
+        asked.append((own, more))
+        return Tried(own, 1)
+
+    config = compose_config(KEYS)
+    whole_step = on_whole_steps(once_each(attempt), config, 64)
+    first = whole_step({BALANCE: "lpt"}, None, True)
+    assert whole_step({BALANCE: "lpt"}) is first
+    assert asked == [({BALANCE: "lpt"}, {"steps": 1, "beside": None, "lean": True})]
+    whole_step({BALANCE: "none"})
+    once_each(attempt)(config, {BALANCE: "lpt"})
+    assert len(asked) == 3
+
+
+def test_of_long_steps_as_many_domains_are_planned_as_tell(monkeypatch):
+    """512 samples of a step, and two domains if they are to fit."""
+    planned = []
+    for samples, memory in ((256, "1000000000000"), (512, "1000000000000"), (512, "null")):
+        keys = "layout.domain=1", f"cluster.memory_bytes={memory}", f"data.step_samples={4 * samples}"
+        spec, before = prepared(*keys, trace=trace_of()), len(planned)
+        busiest = spec.planner.busiest
+
+        def counted(self, step, cursor, busiest=busiest):
+            for found in busiest(step, cursor):
+                planned.append(found)
+                yield found
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Planner, "busiest", counted)
+            tried_out(spec.config, {}, lambda config, spec=spec: spec, (1, 0), steps=1)
+        planned[before:] = [len(planned) - before]
+    assert planned == [2, 2, 1]
+
+
 def test_a_candidate_that_does_not_fit_in_a_domain_is_planned_in_no_other():
     spec = prepared("layout.domain=1", "cluster.memory_bytes=1000000000000", trace=trace_of())
     seen = []
@@ -685,7 +730,9 @@ def test_a_balance_that_gains_in_a_short_step_is_asked_about_a_whole_one(samples
         other = 110 if steps == 1 else 90
         return Tried(keys, 10**6 * (other if keys[BALANCE] == "lpt" else 100))
 
-    searched = _search(config, open_keys(config), prepared(), [1], MICROBATCH, np.full(8, 9), attempt, {})
+    searched = search_policies(
+        config, open_keys(config), prepared(), [1], MICROBATCH, np.full(8, 9), attempt, {}
+    )
     assert searched[0].keys[BALANCE] == chosen
 
 
