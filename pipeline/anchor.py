@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from parallel.shipping import Ends
-from pipeline.behind import Behind
+from pipeline.behind import Listener
 
 
 class PutOff(Protocol):
@@ -36,9 +36,9 @@ class Anchor(Protocol):
         """
         ...
 
-    def closing(self, behind: Behind) -> AbstractContextManager[None]:
-        """A backward, or the gradients of weights that it put off, run inside the block. Reductions begin
-        `behind` it: where the component knows its layers, it says which they have left.
+    def following(self, listener: Listener) -> AbstractContextManager[None]:
+        """A pass, or the gradients of weights that a backward put off, run inside the block: where the
+        component knows its layers, the listener hears which these have come to or left.
         """
         ...
 
@@ -73,8 +73,8 @@ class Stage(Protocol):
         """Put off the gradients of weights of the backward pass inside the block: see `Anchor`."""
         ...
 
-    def closing(self, virtual_stage: int, behind: Behind) -> AbstractContextManager[None]:
-        """A backward of a virtual stage runs inside the block: see `Anchor`."""
+    def following(self, virtual_stage: int, listener: Listener) -> AbstractContextManager[None]:
+        """A pass through a virtual stage runs inside the block: see `Anchor`."""
         ...
 
     def settle(self) -> None:

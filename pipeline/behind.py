@@ -1,7 +1,22 @@
-"""Reductions that begin while a backward goes on, layer by layer."""
+"""What begins while a pass goes on, layer by layer: reductions behind a backward, messages within a pass."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
+
+from pipeline.ops import Kind, Op, parts_done
+
+
+class Listener(Protocol):
+    """Hears how far a pass has come through so many `layers`, which it counts from the first."""
+
+    def came(self, layer: int, layers: int) -> None:
+        """A forward has come to a layer, or a backward that computes it anew."""
+        ...
+
+    def left(self, layer: int, layers: int) -> None:
+        """A backward has left the layers behind one."""
+        ...
 
 
 class Reduction(Protocol):
@@ -38,8 +53,11 @@ class Behind:
         self.growing = reductions[-1] if last_grows else None
         self.elements = sum(reduction.elements for reduction in reductions)
 
+    def came(self, layer: int, layers: int) -> None:
+        """Nothing is reduced behind forwards."""
+
     def left(self, layer: int, layers: int) -> None:
-        """A backward through so many `layers` has left those behind one, counted from the first."""
+        """Start what may begin once a backward has left the layers behind one."""
         begins = self.elements * (layers - layer) // layers
         for reduction in self.complete:
             reduction.begin_first(begins)
@@ -48,3 +66,30 @@ class Behind:
                 return
         if self.growing is not None:
             self.growing.begin_behind(layer)
+
+
+class Within:
+    """Messages that go within a pass, in their order: `issue` is called with each."""
+
+    def __init__(self, op: Op, messages: Iterable[Op], issue: Callable[[Op], None]) -> None:
+        self.forward = op.kind is Kind.FORWARD
+        self.messages = deque(messages)
+        self.issue = issue
+
+    def came(self, layer: int, layers: int) -> None:
+        """Issue what is to go before a forward comes to a layer."""
+        if self.forward:
+            self._issue(parts_done(layer, layers))
+
+    def left(self, layer: int, layers: int) -> None:
+        """Issue what is to go before a backward comes to a layer."""
+        self._issue(parts_done(layers - 1 - layer, layers))
+
+    def passed(self) -> None:
+        """Issue the rest when the pass is done: it has fewer layers than parts, or nobody follows it."""
+        while self.messages:
+            self.issue(self.messages.popleft())
+
+    def _issue(self, done: int) -> None:
+        while self.messages and self.messages[0].within <= done:
+            self.issue(self.messages.popleft())

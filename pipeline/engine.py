@@ -26,10 +26,10 @@ from parallel.shipping import Ends, Shipment, ship
 from parallel.waiting import is_communication, stall
 from parallel.work import Grad
 from pipeline.anchor import Anchor, PutOff, Stage, StepInputs
-from pipeline.behind import Behind, Reduction
+from pipeline.behind import Behind, Reduction, Within
 from pipeline.domain_plan import EMBEDDING
 from pipeline.laps import HOST, WEIGHTS
-from pipeline.ops import BACKWARDS, COLLECTIVE, FORWARDS, Kind, Op
+from pipeline.ops import BACKWARDS, COLLECTIVE, FORWARDS, Kind, Op, issued_within
 from pipeline.plan import StepPlan
 from pipeline.reductions import closing, in_front, made_by
 from pipeline.stopwatch import Stopwatch, Timing, timings_of
@@ -60,7 +60,7 @@ class Engine:
     None on a rank beside the LLM; `width` and `dtype` are those of the LLM's activations. `reductions` are by
     number of the component and virtual stage. `arrivals`, by the same numbers, wait for the updated weights
     that a forward begins with, and say whether any were still on their way. `on_op` hears of every op before
-    it runs, so that a watchdog can say where a rank stands.
+    it runs, and of a pass again behind each message within it: a watchdog can say where a rank stands.
     """
 
     def __init__(
@@ -106,11 +106,13 @@ class Engine:
         step = _RunningStep(self, plan, inputs, StepResult(watch))
         watch.done(HOST)
         with torch.set_grad_enabled(plan.train):
-            for op in plan.domain.ops_of(self.domain_rank):
-                self.on_op(op)
-                if op.kind in FORWARDS and self.arrivals[step.held(op)]():
-                    watch.done(WEIGHTS)
-                step.do(op)
+            ops = plan.domain.ops_of(self.domain_rank)
+            for at, op in enumerate(ops):
+                if not op.within:  # else it went within the pass before
+                    self.on_op(op)
+                    if op.kind in FORWARDS and self.arrivals[step.held(op)]():
+                        watch.done(WEIGHTS)
+                    step.do(op, issued_within(ops, at))
                 watch.done(op)
         step.assert_nothing_left()
         return step.result
@@ -166,7 +168,25 @@ class _RunningStep:
             return self.domain.llm, op.virtual_stage
         return self.plan.components.index(self.domain.encoder_batches[op.index].component), 0
 
-    def do(self, op: Op) -> None:
+    def do(self, op: Op, messages: Sequence[Op] = ()) -> None:
+        """Run an op, and of a pass the messages that go within it."""
+        if not messages:
+            self.do_alone(op)
+            return
+        on_op, stage = self.engine.on_op, self.engine.stage
+        assert stage is not None
+
+        def issue(message: Op) -> None:
+            on_op(message)
+            self.do_alone(message)
+            on_op(op)
+
+        within = Within(op, messages, issue)
+        with stage.following(op.virtual_stage, within):
+            self.do_alone(op)
+        within.passed()
+
+    def do_alone(self, op: Op) -> None:
         if op.grad is Grad.WEIGHT and op.kind in BACKWARDS:
             with self.closes(op):
                 self.pending.pop((op.kind, op.index, op.virtual_stage)).run()
@@ -358,9 +378,9 @@ class _RunningStep:
         own = made_by(self.domain, self.plan.components, op)
         behind = Behind(reductions, last_grows=begins[-1] == own)
         if op.kind is Kind.ENCODE_BACKWARD:
-            return self.engine.anchors[self.domain.encoder_batches[op.index].component].closing(behind)
+            return self.engine.anchors[self.domain.encoder_batches[op.index].component].following(behind)
         assert self.engine.stage is not None
-        return self.engine.stage.closing(op.virtual_stage, behind)
+        return self.engine.stage.following(op.virtual_stage, behind)
 
     # Communication.
 

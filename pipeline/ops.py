@@ -4,6 +4,7 @@ An op names what it works on completely, so that lists of ops can be verified, s
 knows no schedule.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -30,11 +31,16 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.ENCODE, Kind.ENCODE_BACKWARD, Kind.FORWARD, Kind.BACKWARD})
+PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD})
 FORWARDS = frozenset({Kind.ENCODE, Kind.FORWARD})
 BACKWARDS = frozenset({Kind.ENCODE_BACKWARD, Kind.BACKWARD})
 COLLECTIVE = frozenset({Kind.SHIP, Kind.RETURN})
 POINT_TO_POINT = frozenset({Kind.SEND_FORWARD, Kind.RECV_FORWARD, Kind.SEND_BACKWARD, Kind.RECV_BACKWARD})
 ISSUED = COLLECTIVE | POINT_TO_POINT | {Kind.REDUCE}
+
+
+PARTS = 8
+"""Parts of a pass of the LLM, between which messages may go."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,9 @@ class Op:
     that of the LLM which the op works on or serves: SEND_FORWARD sends its output, RECV_FORWARD receives its
     input, SEND_BACKWARD sends the gradient of its input, RECV_BACKWARD receives that of its output; REDUCE
     sums its gradients. It is 0 for encoders, which are not divided into any. `grad` tells what a backward
-    makes. A WAIT is for the op of kind `on` with the same index and virtual stage.
+    makes. A WAIT is for the op of kind `on` with the same index and virtual stage. A message that is issued
+    `within` a pass stands behind it in a list, in their order, and goes when so many of the `PARTS` of the
+    pass are done: where a rank has one queue, it need not wait there for the rest.
     """
 
     kind: Kind
@@ -53,11 +61,13 @@ class Op:
     on: Kind | None = None
     virtual_stage: int = 0
     grad: Grad = Grad.BOTH
+    within: int = 0
 
     def __str__(self) -> str:
         of_llm = f", virtual stage {self.virtual_stage}" if self.virtual_stage else ""
         grad = f", {self.grad}" if self.grad is not Grad.BOTH else ""
-        return f"{self.kind}({self.on + ' ' if self.on else ''}{self.index}{of_llm}{grad})"
+        within = f", within {self.within}/{PARTS}" if self.within else ""
+        return f"{self.kind}({self.on + ' ' if self.on else ''}{self.index}{of_llm}{grad}{within})"
 
     @property
     def makes_input(self) -> bool:
@@ -68,3 +78,19 @@ class Op:
     def makes_weight(self) -> bool:
         """Whether a backward makes the gradients of weights."""
         return self.grad is not Grad.INPUT
+
+
+def issued_within(ops: Sequence[Op], at: int) -> Sequence[Op]:
+    """Return the messages behind the pass at a place of a list that are issued within it."""
+    stop = at + 1
+    while stop < len(ops) and ops[stop].within:
+        stop += 1
+    return ops[at + 1 : stop]
+
+
+def parts_done(layers: int, of: int) -> int:
+    """Return how many parts of a pass are done where a rank has left so many layers `of` those of the pass.
+
+    All ranks of a stage have the same layers, so all of them issue a message between the same two.
+    """
+    return PARTS * layers // of

@@ -10,20 +10,22 @@ plan's order: other domains take part, and if each domain can run to the end wit
 all of them can together. Weights of the last update are still being gathered when the lists begin: a forward
 begins when those of its part have arrived, and a reduction may have begun behind the backward in front of it.
 With `single_fifo` a rank has one channel for everything, the strictest thing a GPU
-may do.
+may do. A pass within which any rank of those that run it together issues messages runs in parts.
 
 The machine is deterministic and confluent: if it runs the lists to the end, no interleaving of real ranks can
 hang, whatever the op times; so one run proves it. Lists that run with one channel for everything run with
 several too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from pipeline.channels import Channel, Channels, Name, Queue, Transfer
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import COLLECTIVE, FORWARDS, ISSUED, Kind, Op
+from pipeline.ops import COLLECTIVE, FORWARDS, ISSUED, PARTS, Kind, Op, issued_within
 
 ComputeCost = Callable[[int, Op], int]
 MessageCost = Callable[[Op], int]
@@ -36,6 +38,19 @@ _ALONE, _TOGETHER, _ISSUE, _WAIT = range(4)
 def nothing(rank: int, op: Op) -> int:
     """The cost of what is free."""
     return 0
+
+
+def part_ns(ns: int, first: int, stop: int) -> int:
+    """What parts of a pass of so many nanoseconds take, from the `first` to the last one before `stop`."""
+    return ns * stop // PARTS - ns * first // PARTS
+
+
+def passes_with_messages(lists: Sequence[Sequence[Op]]) -> Iterator[tuple[int, int, Op]]:
+    """Yield the passes within which messages are issued: team, place in its list, and op."""
+    for team, ops in enumerate(lists):
+        for at, op in enumerate(ops[1:]):
+            if op.within and not ops[at].within:
+                yield team, at, ops[at]
 
 
 class StuckError(Exception):
@@ -54,7 +69,8 @@ class OpEvent:
 @dataclass(frozen=True)
 class Timeline:
     """What happened: `ends_ns[t]` are when the ops of team t ended, each having begun when the one before
-    it ended, and `transfers[t]` what each of these ops took part in, None for what the team did alone;
+    it ended, with messages within a pass when that did, and `transfers[t]` what each of these ops took part
+    in, of a pass in parts the first one, None for what the team did alone;
     `weights_ns[t]` is how long ops waited for weights, by their place in the list. All times are simulated
     nanoseconds.
     """
@@ -129,7 +145,16 @@ class _Simulation:
         self.nothing = Transfer((), ())  # a route that leaves no rank is done when it is issued
         self.nothing.done = 0
         self.channels = Channels(domain, single_fifo)
-        self.programs = [list(self._program(team)) for team in range(len(domain.ops))]
+        # Where parts end of passes within which messages are issued, for all that run these together.
+        self.cuts = defaultdict[Name, set[int]](set)
+        for team, at, op in passes_with_messages(domain.ops):
+            self.cuts[self._pass(op, team)] |= {each.within for each in issued_within(domain.ops[team], at)}
+        self.parts: list[tuple[Transfer, Transfer, int, int]] = []  # of which pass, and from where to where
+        programs = [list(self._program(team)) for team in range(len(domain.ops))]
+        self.programs = [[step for _, step in program] for program in programs]
+        self.places = [[at for at, _ in program] for program in programs]  # of the ops of steps
+        for part, whole, first, stop in self.parts:
+            part.ns = part_ns(whole.ns, first, stop)
         before = None
         for number, virtual_stage in domain.reductions:
             op = Op(Kind.REDUCE, number, virtual_stage=virtual_stage)
@@ -141,23 +166,40 @@ class _Simulation:
         self.ends: list[list[int]] = [[] for _ in self.programs]
         self.weights_ns: list[dict[int, int]] = [{} for _ in self.programs]
 
-    def _program(self, team: int) -> Iterator[_Running]:
+    def _program(self, team: int) -> Iterator[tuple[int, _Running]]:
+        """The steps of a team, each with the place of its op."""
         issued: dict[tuple[Kind | None, int, int], Transfer] = {}
-        for op in self.domain.ops[team]:
+        ops = self.domain.ops[team]
+
+        def issuing(op: Op) -> _Running:
+            if op.kind in COLLECTIVE and self.local[op.index]:
+                issued[op.kind, op.index, op.virtual_stage] = self.nothing
+                return _ALONE, self.issue_ns, None, None, 0
+            transfer, queue = self._issuing(op, team)
+            issued[op.kind, op.index, op.virtual_stage] = transfer
+            before = self.before_ns(team * self.domain.team, op) if op.kind is Kind.REDUCE else 0
+            return _ISSUE, self.issue_ns, transfer, queue, before
+
+        for at, op in enumerate(ops):
             kind = op.kind
+            if op.within:
+                continue  # it was issued within the pass before
             if kind is Kind.WAIT:
-                yield _WAIT, self.issue_ns, issued.get((op.on, op.index, op.virtual_stage)), None, 0
-            elif kind in COLLECTIVE and self.local[op.index]:
-                issued[kind, op.index, op.virtual_stage] = self.nothing
-                yield _ALONE, self.issue_ns, None, None, 0
+                yield at, (_WAIT, self.issue_ns, issued.get((op.on, op.index, op.virtual_stage)), None, 0)
             elif kind in ISSUED:
-                transfer, queue = self._issuing(op, team)
-                issued[kind, op.index, op.virtual_stage] = transfer
-                reduces = kind is Kind.REDUCE
-                before = self.before_ns(team * self.domain.team, op) if reduces else 0
-                yield _ISSUE, self.issue_ns, transfer, queue, before
+                yield at, issuing(op)
+            elif cuts := self.cuts and self.cuts.get(self._pass(op, team)):
+                messages = list(enumerate(issued_within(ops, at), at + 1))
+                for first, stop in pairwise((0, *sorted(cuts), PARTS)):
+                    yield at, self._computing(op, team, first, stop)
+                    yield from ((place, issuing(each)) for place, each in messages if each.within == stop)
             else:
-                yield self._computing(op, team)
+                yield at, self._computing(op, team)
+
+    def _pass(self, op: Op, team: int) -> Name:
+        """What a pass is called by all teams that run it together."""
+        channel = self.channels.compute(op, team)
+        return (channel.name if channel else team), op.kind, op.index, op.virtual_stage, op.grad
 
     def _issuing(self, op: Op, team: int) -> tuple[Transfer, Queue]:
         if op.kind is Kind.REDUCE:
@@ -188,7 +230,8 @@ class _Simulation:
         if team not in channel.queues:
             raise StuckError(f"domain rank {team * self.domain.team} runs {op}, which it has no part in")
 
-    def _computing(self, op: Op, team: int) -> _Running:
+    def _computing(self, op: Op, team: int, first: int = 0, stop: int = PARTS) -> _Running:
+        """Run an op, or of a pass the parts from the `first` one to the last one before `stop`."""
         kind = op.kind
         rank = team * self.domain.team
         ns = self.compute_ns(rank, op)
@@ -203,16 +246,24 @@ class _Simulation:
                 arrival = self.arrival_ns(rank, op)
         channel = self.channels.compute(op, team)
         if channel is None:
-            return _ALONE, ns, None, None, arrival
+            return _ALONE, part_ns(ns, first, stop), None, None, arrival
         self._check_part(channel, op, team)
         key: Name = (kind, op.index, op.virtual_stage, op.grad)
-        transfer = channel.transfers.get(key)
-        if transfer is None:
-            transfer = channel.transfers[key] = Transfer((kind, *channel.name, *key[1:]), channel.teams)
-        transfer.ns = max(transfer.ns, ns)
+        whole = channel.transfers.get(key)
+        if whole is None:
+            whole = channel.transfers[key] = Transfer((kind, *channel.name, *key[1:]), channel.teams)
+        whole.ns = max(whole.ns, ns)
+        transfer = whole
+        if stop - first < PARTS:
+            found = channel.transfers.get((*key, first))
+            if found is None:
+                found = channel.transfers[*key, first] = Transfer((*whole.name, first), channel.teams)
+                self.parts.append((found, whole, first, stop))
+            transfer = found
         # What a team does by itself waits for nobody, unless it stands in one queue with everything.
         alone = len(channel.teams) == 1 and not self.single_fifo
-        return _ALONE if alone else _TOGETHER, ns, transfer, channel.queues[team], arrival
+        how, ns = _ALONE if alone else _TOGETHER, part_ns(ns, first, stop)
+        return how, ns, transfer, channel.queues[team], arrival
 
     def run(self) -> Timeline:
         runnable = list(range(len(self.programs)))
@@ -224,8 +275,26 @@ class _Simulation:
         stuck = [t for t, program in enumerate(self.programs) if len(self.ends[t]) < len(program)]
         if stuck:
             raise StuckError("; ".join(self._describe(team, len(self.ends[team])) for team in stuck))
-        transfers = tuple(tuple([transfer for _, _, transfer, _, _ in steps]) for steps in self.programs)
-        return Timeline(self.domain, tuple(map(tuple, self.ends)), transfers, tuple(self.weights_ns))
+        teams = range(len(self.programs))
+        ends, transfers = zip(*map(self._by_op, teams), strict=True) if teams else ((), ())
+        weights_ns = (
+            {self.places[team][at]: ns for at, ns in waited.items()}
+            for team, waited in enumerate(self.weights_ns)
+        )
+        return Timeline(self.domain, ends, transfers, tuple(weights_ns))
+
+    def _by_op(self, team: int) -> tuple[tuple[int, ...], tuple[Transfer | None, ...]]:
+        """When the ops of a team ended, and what they took part in."""
+        ends, transfers = self.ends[team], [transfer for _, _, transfer, _, _ in self.programs[team]]
+        ops = self.domain.ops[team]
+        if len(ops) < len(ends):
+            places = self.places[team]
+            first = dict(zip(reversed(places), reversed(transfers), strict=True))
+            last = dict(zip(places, ends, strict=True))
+            ends, transfers = [], [first[at] for at in range(len(ops))]
+            for at, op in enumerate(ops):
+                ends.append(ends[-1] if op.within else last[at])
+        return tuple(ends), tuple(transfers)
 
     def _advance(self, team: int) -> None:
         """Run a team's ops until one must wait."""
@@ -294,15 +363,16 @@ class _Simulation:
         return done
 
     def _never_issued(self, team: int, at: int) -> str:
-        op = self.domain.ops[team][at]
+        op = self.domain.ops[team][self.places[team][at]]
         return (
             f"domain rank {team * self.domain.team} waits for {op.on}({op.index}), which it never issued "
             "before"
         )
 
     def _describe(self, team: int, at: int) -> str:
-        op, transfer = self.domain.ops[team][at], self.programs[team][at][2]
-        text = f"domain rank {team * self.domain.team} stands at op {at}, {op}"
+        place, transfer = self.places[team][at], self.programs[team][at][2]
+        op = self.domain.ops[team][place]
+        text = f"domain rank {team * self.domain.team} stands at op {place}, {op}"
         assert transfer is not None
         came = {queue.team for *_, queue in transfer.came}
         missing = [other * self.domain.team for other in transfer.teams if other not in came]

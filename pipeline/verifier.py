@@ -5,7 +5,8 @@ R1  every communicator sees one order of collectives on all its ranks; gradients
 R2  sends and receives of each directed pair of ranks are in the same order
 R3  data order on a rank: encode < ship, wait(ship) < forward, backward < return, wait(return) <
     encode-backward, and the same for activations and their gradients, from virtual stage to virtual
-    stage; gradients of weights after those of inputs; every gradient before it is reduced
+    stage; gradients of weights after those of inputs; every gradient before it is reduced; what goes within
+    a pass needs nothing of it
 R4  every op is issued once and waited for exactly once, after it was issued
 R5  each item is encoded once, and its backward runs once, whole or split in two, on the same ranks (never for
     a frozen encoder), neighbours that hold its encoder; each microbatch passes every virtual stage
@@ -21,7 +22,7 @@ from itertools import groupby
 
 from pipeline.plan import StepPlan
 from pipeline.rules.communication import collective_order, pair_order, waits_once
-from pipeline.rules.data_order import data_order
+from pipeline.rules.data_order import data_order, within_passes
 from pipeline.rules.lists import encoder_batches_by_team, lists_of
 from pipeline.rules.memory import Kept, in_flight
 from pipeline.rules.once import everything_once, rows_in_place
@@ -68,6 +69,9 @@ def violations(plan: StepPlan, kept: Kept, single_fifo: bool = False) -> Iterato
     lists = lists_of(domain)
     if unknown := list(unknown_ops(plan, lists)):
         yield from unknown
+        return
+    if misplaced := list(within_passes(domain)):
+        yield from misplaced
         return
     yield from collective_order(domain, lists)
     yield from pair_order(domain, lists)

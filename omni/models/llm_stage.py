@@ -38,7 +38,7 @@ from parallel.loss import linear_argmax, linear_losses
 from parallel.megatron import GPTModel, ProcessGroupCollection, gather_from_sequence_parallel_region
 from parallel.packed import PackedTokens
 from parallel.partitions import PartitionedPart
-from pipeline.behind import Behind
+from pipeline.behind import Listener
 
 
 @dataclass(frozen=True)
@@ -271,9 +271,9 @@ class LLMStage:
         layers = {number: own.model.decoder.layers for number, own in self.virtual_stages.items()}
         self.followed.follow(layers, self.deferral, came)
 
-    def closing(self, virtual_stage: int, behind: Behind) -> AbstractContextManager[None]:
-        """What runs inside the block goes back through a virtual stage; reductions begin `behind` it."""
-        return self.followed.closing(virtual_stage, behind)
+    def following(self, virtual_stage: int, listener: Listener) -> AbstractContextManager[None]:
+        """Have a listener hear of the pass through a virtual stage that runs inside the block."""
+        return self.followed.following(virtual_stage, listener)
 
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the layers' linears off in the one backward pass that is run inside."""

@@ -12,8 +12,8 @@ from operator import itemgetter
 
 from omni.planning.replanning import Refused, Replanning
 from parallel.costs import CostTable
-from pipeline.builders.one_queue.moves import moves_of, queue_ns
-from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
+from pipeline.builders.one_queue.moves import queue_ns
+from pipeline.builders.one_queue.serial import in_orders, ordered, run_freely
 from pipeline.costs import begun_before, plan_costs, simulate
 from pipeline.domain_plan import DomainPlan
 from pipeline.simulator import Timeline
@@ -70,9 +70,8 @@ def _queued(free: Timeline, table: CostTable, single_queue: bool) -> tuple[int, 
     if not single_queue:
         return simulate(free.domain, table).makespan_ns, free.domain
     compute_ns, _ = plan_costs(free.domain, table)
-    moves = moves_of(free, begun_before(free.domain, table, compute_ns))
-    orders = orders_of(free, moves)
-    lists = tuple(map(tuple, in_orders(free.domain, orders)))
+    moves, orders = ordered(free, begun_before(free.domain, table, compute_ns))
+    lists = tuple(map(tuple, in_orders(free.domain, moves, orders)))
     ns = queue_ns(moves, orders, table.issue_ns)
     assert ns is not None
     return ns, replace(free.domain, ops=lists)

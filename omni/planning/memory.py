@@ -11,7 +11,7 @@ Kinds of memory are `weights`, `gradients` (fp32 sums), `optimizer` (fp32 weight
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from omni.models.llm import NAME as LLM
 from omni.models.llm_statement import VirtualStage
@@ -21,7 +21,7 @@ from parallel.axes import group_of
 from parallel.boundary import Route
 from parallel.buckets import REPLICAS, Buckets, by_replicas, laid_out
 from parallel.work import FP32, INDEX, Grad, Part
-from pipeline.ops import BACKWARDS, Kind, Op
+from pipeline.ops import BACKWARDS, Kind, Op, issued_within
 from pipeline.rules.lists import ENCODES
 
 KINDS = ("weights", "gradients", "optimizer", "activations", "workspace", "buffers")
@@ -202,7 +202,7 @@ def _walk(spec: Workload, work: RankWork) -> Iterator[_Moment]:
     """Yield bytes, beside what is constant, at the moments that may be the fullest, with their op."""
     held = Held()
     yield held, (), "start"
-    for op in work.domain.ops_of(work.domain_rank):
+    for op in _as_held(work.domain.ops_of(work.domain_rank)):
         if op.kind is Kind.FORWARD:
             _take_rows(work, op, held)
         for extra in _during(work, op, held):
@@ -212,6 +212,17 @@ def _walk(spec: Workload, work: RankWork) -> Iterator[_Moment]:
                 yield held, extra, op
         _after(work, op, held)
         yield held, (), op
+
+
+def _as_held(ops: Sequence[Op]) -> Iterator[Op]:
+    """Ops as they add to what is held: a forward holds most at its end, when all is there that goes within
+    it, a backward at its beginning.
+    """
+    at = 0
+    while at < len(ops):
+        messages = issued_within(ops, at)
+        yield from (*messages, ops[at]) if ops[at].kind is Kind.FORWARD else (ops[at], *messages)
+        at += 1 + len(messages)
 
 
 def _during(work: RankWork, op: Op, held: Held) -> Iterator[tuple[_Size, ...]]:

@@ -11,7 +11,7 @@ from omni.models.followed import Followed
 from omni.models.weight_gradients import Deferral, PendingProducts, put_off_in
 from omni.rank.inputs import EncoderBatchInputs
 from parallel.tp_rows import own_rows
-from pipeline.behind import Behind
+from pipeline.behind import Listener
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ class EncoderAnchor:
         """Have passes followed through the layers, those of part 0: see `Followed`."""
         self.followed.follow({0: layers}, self.deferral, came)
 
-    def closing(self, behind: Behind) -> AbstractContextManager[None]:
-        """What runs inside the block goes back through the encoder; reductions begin `behind` it."""
-        return self.followed.closing(0, behind)
+    def following(self, listener: Listener) -> AbstractContextManager[None]:
+        """Have a listener hear of the pass through the encoder that runs inside the block."""
+        return self.followed.following(0, listener)
 
     def weights_later(self) -> AbstractContextManager[PendingProducts]:
         """Put weight gradients of the linears off that can wait: those that megatron divides over ranks."""

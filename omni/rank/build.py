@@ -88,8 +88,11 @@ def _arrive(component: ComponentOptimizer, part: int, groups: Groups, layer: int
 
 
 def _follow(follow: Follow, component: ComponentOptimizer, groups: Groups) -> None:
-    """Have layers wait for their weights, and say when a backward has left them."""
+    """Have layers wait for their weights, if these ever change, and say when passes come to them and have
+    left them.
+    """
     if not any(own.buckets for own in component.buckets.values()):
+        follow(lambda part, layer: None)
         return
     # Held by hooks, of layers and in graphs that live for long, neither would ever go.
     component_of, groups_of = ref(component), ref(groups)

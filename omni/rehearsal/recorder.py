@@ -27,7 +27,7 @@ from omni.rehearsal.findings import DOUBLE, ORDER, WAITS, DynamicShapeError, Fin
 from omni.rehearsal.kernels import kernels_of
 from omni.rehearsal.launches import NOT_MEMORY, Launches
 from omni.rehearsal.order import Ordering
-from pipeline.ops import Kind, Op
+from pipeline.ops import PASSES, Kind, Op
 
 _DEVICE = torch.ops.prim.device.default
 _BEFORE = ("build", "assemble")  # phases before the first step
@@ -46,6 +46,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.findings: Counter[Finding] = Counter()
         self._ops: Counter[str] = Counter()
+        self._pass: Op | None = None  # the last one
         self._launches: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._bytes: Counter[str] = Counter()
         self._flops: Counter[str] = Counter()
@@ -58,7 +59,9 @@ class Recorder(TorchDispatchMode):
     def at(self, where: str | Op) -> None:
         """Say what goes on from here: a word, or the op that runs."""
         self.phase = where if isinstance(where, str) else _phase(where)
-        self._ops[self.phase] += 1
+        self._ops[self.phase] += where != self._pass  # else it goes on behind a message within it
+        if isinstance(where, Op) and where.kind in PASSES:
+            self._pass = where
 
     def launches(self) -> Mapping[str, Launches]:
         """Return what was launched, by phase, in order of their first launch."""

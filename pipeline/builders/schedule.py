@@ -35,7 +35,7 @@ class Facts:
     """What a schedule may be built by, beside the domain: what ops take (`costs`) and keep (`kept`), where an
     encoder batch of an encoder may run (`tp_groups`), the components that do not learn in this step
     (`frozen`), and whether passes stand in `one_queue` with messages, which then wait until both ends are
-    between two ops.
+    between two ops or two parts of a pass.
     """
 
     costs: Costs

@@ -2,12 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from parallel.work import Grad
-from pipeline.ops import BACKWARDS, Kind, Op
+from pipeline.domain_plan import DomainPlan
+from pipeline.ops import BACKWARDS, COLLECTIVE, PARTS, PASSES, POINT_TO_POINT, Kind, Op
 from pipeline.plan import StepPlan
 from pipeline.rules.lists import Fields, fields, who
 
+_GOES_WITHIN = COLLECTIVE | POINT_TO_POINT
 _NEEDY = frozenset(Kind) - {Kind.WAIT, Kind.ENCODE, Kind.RECV_FORWARD, Kind.RECV_BACKWARD}
 
 
@@ -18,12 +21,32 @@ def data_order(
     place: dict[Fields, int] = {}
     for at, op in enumerate(ops):
         place.setdefault(op, at)
-    needs = _Needs(plan, team, place, encoder_batches)
+    needs, passes = _Needs(plan, team, place, encoder_batches), _passes_around(plan.domain.ops[team])
     for op, at in place.items():
         if op[0] in _NEEDY:
             for before in needs.of(op):
-                if place.get(before, len(ops)) > at:
+                if place.get(before, len(ops)) >= passes.get(at, at):
                     yield f"R3: {who(plan.domain, team)} must run {Op(*before)} before {Op(*op)}"
+
+
+def _passes_around(ops: Sequence[Op]) -> dict[int, int]:
+    """By the place of a message that goes within a pass, that of the pass: all it needs comes before."""
+    around: dict[int, int] = {}
+    for at, op in enumerate(ops):
+        if op.within:
+            around[at] = around.get(at - 1, at - 1)
+    return around
+
+
+def within_passes(domain: DomainPlan) -> Iterator[str]:
+    """R3: what goes within a pass stands behind it, what goes first at first."""
+    for team, ops in enumerate(domain.ops):
+        for before, op in pairwise((None, *ops)):
+            if not op or not op.within:
+                continue
+            behind = before is not None and (before.kind in PASSES or 0 < before.within <= op.within)
+            if not (behind and op.within < PARTS and op.kind in _GOES_WITHIN):
+                yield f"R3: {who(domain, team)} cannot issue {op} behind {before}"
 
 
 class _Needs:

@@ -19,10 +19,10 @@ from omni.training.trainer import Trainer
 from parallel import buckets
 from pipeline.builders.one_queue import serial
 from pipeline.builders.one_queue.moves import Moves, Orders, reduced_amid
-from pipeline.builders.one_queue.serial import orders_of
+from pipeline.builders.one_queue.serial import ordered
 from pipeline.engine import _RunningStep
 from pipeline.ops import Kind, Op
-from pipeline.simulator import Timeline
+from pipeline.simulator import ComputeCost, Timeline, nothing
 
 FROZEN = "+optim.components.image.frozen=true"
 STEPS = 2
@@ -113,9 +113,9 @@ class Watched:
 _WATCHED = (Kind.ENCODE, Kind.FORWARD, Kind.REDUCE)
 
 
-def _amid(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
-    orders = orders_of(timeline, moves)
-    return reduced_amid(moves, orders) or orders
+def _amid(timeline: Timeline, before_ns: ComputeCost = nothing) -> tuple[Sequence[Moves], Orders]:
+    moves, orders = ordered(timeline, before_ns)
+    return moves, reduced_amid(moves, orders) or orders
 
 
 def _train(rank: int, config: Config, world: int, least: int, carried: bool) -> dict[str, Any]:
@@ -124,10 +124,11 @@ def _train(rank: int, config: Config, world: int, least: int, carried: bool) -> 
         patched.setattr(buckets, "LEAST", least)
         if carried:  # as if reducing took so long that the last backwards of the LLM hid little of it
             for module in (serial, candidates):
-                patched.setattr(module, "orders_of", _amid)
+                patched.setattr(module, "ordered", _amid)
         trainer = make_trainer(rank, config, world)
         watched, update, do = Watched(trainer), trainer.update_weights, _RunningStep.do
-        patched.setattr(_RunningStep, "do", lambda step, op: (watched.doing(step, op), do(step, op)))
+        watching = lambda step, op, *messages: (watched.doing(step, op), do(step, op, *messages))  # noqa: E731
+        patched.setattr(_RunningStep, "do", watching)
         patched.setattr(trainer, "update_weights", lambda done: (update(done), watched.updated(done)))
         trainer.run()
     for hook in watched.hooks:

@@ -113,8 +113,22 @@ CASES = {
     "moe ep2 heads and norms, no gates": (2, [MOE, "layout.llm.ep=2", *HEADS, *GATES]),
     "moe tp2 ep2 switch": (2, [SWITCH, "layout.llm.tp=2", "layout.llm.ep=2"]),
 }
+# Messages go between the layers of passes.
+IN_ONE_QUEUE = {
+    "tp2 pp2": (4, [*TP2_PP2, "pipeline=encode_first"]),
+    "tp2 pp2 joint zero_bubble_h2": (4, [*TP2_PP2, "pipeline=joint_zero_bubble_h2"]),
+    "tp2 pp2 vpp2": (4, [*TP2_PP2, "layout.llm.vpp=2", "pipeline=interleaved"]),
+    "dp2 pp2 anew, shared": (
+        4,
+        [
+            *("layout.llm.pp=2", "layout.domain=2", "llm_sp=dynamic", "encoder_sp=dynamic", *CHEAP_LINKS),
+            *("model.llm.recompute=full", "pipeline=joint_zero_bubble_h1"),
+        ],
+    ),
+}
 # What changes the model must be changed in the reference as well.
 MODEL_KEYS = (
+    "model.llm.layers",
     "model.llm.tied",
     "model.llm.vocab",
     "model.llm.qkv_bias",
@@ -201,6 +215,23 @@ def test_models_and_policies_equal_one_rank(ranks: RankPool, data: Path, tmp_pat
     world, more = CASES[case]
     expected = reference(ranks, data, tmp_path, more)
     assert_equal(expected, run(ranks, line_of(data, tmp_path / "candidate", *more), world))
+
+
+def measure_in_one_queue(rank: int, config: Config, world: int) -> Measurement | None:
+    return measure(rank, config, world, single_queue=True)
+
+
+@pytest.mark.parametrize("case", IN_ONE_QUEUE)
+def test_messages_within_passes_change_nothing(
+    ranks: RankPool, data: Path, tmp_path: Path, case: str
+) -> None:
+    world, more = IN_ONE_QUEUE[case]
+    more = [*more, "model.llm.layers=8", "packing.divisor=4"]
+    line = line_of(data, tmp_path / "candidate", *more)
+    plan = prepare_run(compose_config([*line, "cluster.queues=one"]), world).planner.next_step(1, 0, 0)
+    assert any(op.within for ops in plan.domain.ops for op in ops)
+    expected = reference(ranks, data, tmp_path, more)
+    assert_equal(expected, run(ranks, line, world, measure_in_one_queue))
 
 
 def named(spec: RunSpec) -> Config:

@@ -247,8 +247,8 @@ def hold(
         graphs.add(kept := Kept(tensor))
         return kept
 
-    def watched(step: Any, op: Op) -> None:
-        do(step, op)
+    def watched(step: Any, op: Op, *messages: Any) -> None:
+        do(step, op, *messages)
         if op.kind in BACKWARDS and op.grad is Grad.INPUT:
             later.append(len(step.pending[op.kind, op.index, op.virtual_stage]))
         waiting = {(m, virtual_stage) for kind, m, virtual_stage in step.pending if kind is Kind.BACKWARD}

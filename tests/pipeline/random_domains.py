@@ -40,7 +40,7 @@ def random_costs(random: Random) -> Costs:
         return times.setdefault((rank, op), random.randint(0, most))
 
     def message_ns(op: Op) -> int:
-        return times.setdefault(op, random.randint(0, most_message))
+        return times.setdefault(replace(op, within=0), random.randint(0, most_message))
 
     return compute_ns, message_ns
 

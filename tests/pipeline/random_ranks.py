@@ -7,8 +7,14 @@ before it is left. Ops take out what they use, so whatever is used twice, too ea
 
 All domains reduce together. A domain that runs alone takes the others to be as late as they may: they reduce
 nothing before all that comes before it in the order of its own plan. `RandomRanks.together` runs several.
+
+A pass within which any of its ranks issues messages runs in parts, an op for each: `within` says where one
+ends, 0 of the last one, which alone does anything.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
 from random import Random
 
 from parallel.boundary import Route
@@ -20,6 +26,21 @@ ENCODER = (Kind.ENCODE, Kind.ENCODE_BACKWARD)
 PASS = (Kind.FORWARD, Kind.BACKWARD)
 # A message is called by the virtual stage that sends it.
 SHIFT = {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}
+
+
+def is_part(op: Op) -> bool:
+    """Whether it is a part of a pass that is not the last one."""
+    return op.kind in PASS and op.within > 0
+
+
+def pass_around(ops: tuple[Op, ...], at: int) -> Op:
+    """The pass within which a message goes."""
+    return next(op for op in reversed(ops[:at]) if not op.within)
+
+
+def messages_of(ops: tuple[Op, ...], at: int) -> Iterator[Op]:
+    """The messages that go within a pass."""
+    return takewhile(lambda op: op.within, ops[at + 1 :])
 
 
 class DeadlockError(Exception):
@@ -61,6 +82,14 @@ class RandomRanks:
         self.lists = [domain.ops[rank // domain.team] for rank in range(len(domain.holds) * domain.team)]
         self.random = Random(seed)
         self.single_queue = single_queue
+        self.parted: dict[tuple, set[int]] = {}
+        for rank, ops in enumerate(self.lists):
+            for at, op in enumerate(ops):
+                if op.within:
+                    around = pass_around(ops, at)
+                    ends = self.parted.setdefault((*self.line(around, rank), around), set())
+                    ends.add(op.within)
+        self.lists = [tuple(self.in_parts(ops, rank)) for rank, ops in enumerate(self.lists)]
         self.holds = [domain.holds[rank // domain.team] for rank in range(len(self.lists))]
         self.last = max(number for held in self.holds for number in held)
         taken = {0} | {point.virtual_stage for _, points in domain.feeds for point in points}
@@ -74,6 +103,17 @@ class RandomRanks:
         self.reduced: list[tuple[int, int]] = []
         self.world: list[RandomRanks] = []  # the other domains, if they run too
         self.done: list[tuple[int, Op]] = []
+
+    def in_parts(self, ops: tuple[Op, ...], rank: int) -> Iterator[Op]:
+        """The ops of a list, of passes with messages the parts."""
+        for at, op in enumerate(ops):
+            if op.within:
+                continue
+            ends = self.parted.get((*self.line(op, rank), op), set()) if op.kind in PASS else set()
+            for end in sorted(ends):
+                yield replace(op, within=end)
+                yield from (each for each in messages_of(ops, at) if each.within == end)
+            yield op
 
     @classmethod
     def together(cls, plans: list[StepPlan], seed: int, single_queue: bool = False) -> None:
@@ -107,7 +147,7 @@ class RandomRanks:
             self.deliver(where)
             return
         op = self.next(where)
-        if self.step(where):
+        if self.step(where) and not is_part(op):
             self.done.append((where, op))
 
     def finish(self) -> None:
@@ -235,7 +275,8 @@ class RandomRanks:
                 return False
             me.came = False
             me.waited.remove((op.kind, op.index, op.virtual_stage))
-        self.do(op, rank)
+        if not is_part(op):
+            self.do(op, rank)
         me.at += 1
         if me.at == len(self.lists[rank]):
             self.forget_returns(me)

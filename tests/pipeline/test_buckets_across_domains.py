@@ -16,12 +16,12 @@ import pytest
 from domain_plans import BUILDERS, COMPONENTS
 from random_domains import random_domain
 
-from pipeline.behind import Behind
+from pipeline.behind import Behind, Within
 from pipeline.builders.one_queue.moves import moves_of, reduced_amid, reduced_early
 from pipeline.builders.one_queue.rendezvous import meet
 from pipeline.builders.one_queue.serial import in_orders, run_freely
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import COLLECTIVE, COMPUTE, Kind, Op
+from pipeline.ops import COLLECTIVE, COMPUTE, Kind, Op, issued_within
 from pipeline.reductions import Pair, closing, in_front, made_by, runs_alone
 from pipeline.simulator import ComputeCost, StuckError, run
 
@@ -65,30 +65,42 @@ def queue_of(
     reductions = {pair: Buckets(pair, count, layers, queue) for pair, count in buckets.items()}
     fronts = partial(in_front, domain, COMPONENTS)
     begins = closing(domain, team, fronts)
-    for op in domain.ops[team]:
+
+    def issue(op: Op) -> None:
+        if op.kind in COLLECTIVE:
+            route = domain.routes[op.index]
+            if route is not None and not route.is_local:
+                queue.append((number, op.kind, op.index))
+            return
+        source, destination = domain.sender(op, team * domain.team)
+        virtual_stage = op.virtual_stage + {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(op.kind, 0)
+        forward = op.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
+        teams = source // domain.team, destination // domain.team
+        queue.append((number, forward, op.index, virtual_stage, teams))
+
+    for at, op in enumerate(domain.ops[team]):
+        if op.within:
+            continue
         if op.kind is Kind.REDUCE:
             reductions[op.index, op.virtual_stage].begin()
         elif op.kind in COMPUTE:
             of = begins.get(op, ())
             own = bool(of) and of[-1] == made_by(domain, COMPONENTS, op)
             behind = Behind([reductions[pair] for pair in of], last_grows=own)
+            within = Within(op, issued_within(domain.ops[team], at), issue)
             collective_group = domain.collective_group_of(op, team * domain.team)
-            for layer in reversed(range(layers)):
+            for layer in range(layers) if within.forward else reversed(range(layers)):
+                within.came(layer, layers)
                 if len(collective_group) > 1:
                     queue.append(
                         (number, collective_group, op.kind, op.index, op.virtual_stage, op.grad, layer)
                     )
                 behind.left(layer, layers)
-        elif op.kind in COLLECTIVE:
-            route = domain.routes[op.index]
-            if route is not None and not route.is_local:
-                queue.append((number, op.kind, op.index))
+                if not within.forward:
+                    within.left(layer, layers)
+            within.passed()
         elif op.kind is not Kind.WAIT:
-            source, destination = domain.sender(op, team * domain.team)
-            virtual_stage = op.virtual_stage + {Kind.RECV_FORWARD: -1, Kind.RECV_BACKWARD: 1}.get(op.kind, 0)
-            forward = op.kind in (Kind.SEND_FORWARD, Kind.RECV_FORWARD)
-            teams = source // domain.team, destination // domain.team
-            queue.append((number, forward, op.index, virtual_stage, teams))
+            issue(op)
     return queue
 
 
@@ -121,13 +133,13 @@ def ordered(random: Random, schedule: str) -> Iterator[DomainPlan]:
         return 1 + compute_ns(rank, op)
 
     timeline = run_freely(plan.domain, carried, message_ns)
-    moves = moves_of(timeline, carrying(plan.domain))
+    moves = moves_of(timeline, carrying(plan.domain), in_parts=True)
     met = meet(moves, random.choice((0, 1)))
     for of in ORDERS.values():
         orders = of(moves, met)
         if orders is None:
             continue
-        lists = in_orders(plan.domain, orders)
+        lists = in_orders(plan.domain, moves, orders)
         domain = replace(plan.domain, ops=tuple(map(tuple, lists)))
         try:
             run(domain, lambda rank, op: 1, lambda op: 1, single_fifo=True)

@@ -17,7 +17,7 @@ from pipeline.builders.one_queue.moves import (
     reduced_early,
 )
 from pipeline.builders.one_queue.rendezvous import meet
-from pipeline.builders.one_queue.serial import in_orders, orders_of, run_freely
+from pipeline.builders.one_queue.serial import in_orders, ordered, run_freely
 from pipeline.costs import Costs
 from pipeline.domain_plan import DomainPlan
 from pipeline.ops import Kind, Op
@@ -72,13 +72,17 @@ def test_lists_take_in_one_queue_what_the_abstract_machine_says(schedule: str) -
         domain, issue_ns = plan.domain, random.choice((0, 0, 3))
         timeline = run_freely(domain, *costs)
         begun = random.choice((0, 7, 40))
-        moves = moves_of(timeline, begun_before(domain, domain, begun))
-        late = meet(moves, 1)
-        amid = reduced_amid(moves, late)
-        assert amid is None or all(map(delays_nothing, moves, amid))
-        others = filter(None, (reduced_early(moves, late), amid))
-        for orders in (orders_of(timeline, moves), meet(moves, 0), late, *others):
-            lists = replace(domain, ops=tuple(map(tuple, in_orders(domain, orders))))
+        before = begun_before(domain, domain, begun)
+        found = [ordered(timeline, before)]
+        for in_parts in (False, True):
+            moves = moves_of(timeline, before, in_parts=in_parts)
+            late = meet(moves, 1)
+            amid = reduced_amid(moves, late)
+            assert amid is None or all(map(delays_nothing, moves, amid))
+            others = filter(None, (meet(moves, 0), late, reduced_early(moves, late), amid))
+            found += [(moves, orders) for orders in others]
+        for moves, orders in found:
+            lists = replace(domain, ops=tuple(map(tuple, in_orders(domain, moves, orders))))
             own = nothing, begun_before(lists, domain, begun)
             try:
                 wanted = run(lists, *costs, single_fifo=True, issue_ns=issue_ns, behind=own).makespan_ns

@@ -1,6 +1,7 @@
 """Random domains: the verifier accepts what every registered schedule makes of them."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -27,7 +28,7 @@ def test_what_a_schedule_makes_of_random_domains_is_accepted(schedule):
         ordered = for_one_queue(plan, costs)
         assert list(violations(ordered, one, single_fifo=True)) == [], number
         for before, after in zip(plan.domain.ops, ordered.domain.ops, strict=True):
-            assert Counter(before) == Counter(after), number
+            assert Counter(before) == Counter(replace(op, within=0) for op in after), number
             assert [op for op in before if op.kind not in ISSUED] == [
                 op for op in after if op.kind not in ISSUED
             ], number

@@ -37,7 +37,7 @@ def test_serialised_lists_run_with_a_single_queue(
     serial = replace(domain, ops=tuple(map(tuple, lists)))
     assert list(violations(replace(plan, domain=serial), one, single_fifo=True)) == []
     for before, after in zip(domain.ops, serial.ops, strict=True):
-        assert sorted(map(str, before)) == sorted(map(str, after))
+        assert sorted(map(str, before)) == sorted(str(replace(op, within=0)) for op in after)
         assert [o for o in before if o.kind not in ISSUED] == [o for o in after if o.kind not in ISSUED]
 
 

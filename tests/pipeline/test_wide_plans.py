@@ -80,7 +80,7 @@ def test_wide_plans_for_one_queue_keep_all_rules_and_run_on_random_ranks(part):
         assert list(violations(after, one, single_fifo=True)) == [], number
         RandomRanks(after, number, single_queue=True).run()
         for old, new in zip(before.domain.ops, after.domain.ops, strict=True):
-            assert sorted(map(str, old)) == sorted(map(str, new))
+            assert sorted(map(str, old)) == sorted(str(replace(op, within=0)) for op in new)
             assert [op for op in old if op.kind not in ISSUED] == [op for op in new if op.kind not in ISSUED]
 
 

@@ -1,39 +1,46 @@
 """Lists that ran with a queue for each communicator, as columns: what orders for one queue are made from and
 timed by.
 
-An order gives for each team the places of its ops, in the order in which it shall run them.
+A move is an op, or a part of a pass whose layers communicate: between parts messages may go, and those of
+neighbours need not wait for the whole pass. An order gives for each team the numbers of its moves, in the
+order in which it shall make them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.channels import Transfer
-from pipeline.ops import BACKWARDS, Kind
+from pipeline.ops import BACKWARDS, PARTS, PASSES, Kind
 from pipeline.ops import COMPUTE as COMPUTES
 from pipeline.reductions import follows_llm
-from pipeline.simulator import ComputeCost, Timeline, nothing
+from pipeline.simulator import ComputeCost, Timeline, nothing, part_ns
 
 # What an op is here; a wait for a reduction is the last one.
 COMPUTE, ISSUE, RECEIVE, REDUCE, WAIT, WAIT_REDUCED = range(6)
 _OTHER = {Kind.RECV_FORWARD: RECEIVE, Kind.RECV_BACKWARD: RECEIVE, Kind.REDUCE: REDUCE, Kind.WAIT: WAIT}
 Orders = list[list[int]]
 
+A_PASS = 2  # parts of the usual pass at least, and so many more of a longer one
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Moves:
-    """The ops of a team by place: what each is, the transfer that it takes part in, if any, and, of compute,
-    its nanoseconds. By transfer, `issues` and `uses` say how much compute of the team stands before it
-    comes to it and before it waits for it; a receive needs no data, so it may come at once. Receives are
-    also listed by place. `last_pass` is the place of the last pass of the LLM, or -1. `computes_together`
-    says whether some of its compute is a transfer as well.
-    `goes_behind` has by place the reductions that follow a backward at once: if they do so in an order,
+    """The moves of a team: what each is, the transfer that it takes part in, if any, and, of compute, its
+    nanoseconds; the place of its op in the list, and which of the `PARTS` of a pass it ends with, all of them
+    but for parts. By transfer, `issues` and `uses` say how much compute of the team stands before it comes to
+    it and before it waits for it; a receive needs no data, so it may come at once. Receives are also listed
+    by number. `last_pass` is the last move of the last pass of the LLM, or -1. `computes_together` says
+    whether some of its compute is a transfer as well.
+    `goes_behind` has by number the reductions that follow a backward at once: if they do so in an order,
     they begin behind it, so many nanoseconds before it ends. `carries` has the backwards that other
     reductions may begin behind, if they follow at once in an order.
     """
 
     kinds: list[int]
-    transfers: tuple[Transfer | None, ...]
+    transfers: list[Transfer | None]
     takes: list[int]
+    places: list[int]
+    stops: list[int]
     issues: dict[Transfer, int]
     uses: dict[Transfer, int]
     receives: list[int]
@@ -43,64 +50,96 @@ class Moves:
     carries: dict[int, int]
 
 
-def moves_of(timeline: Timeline, before_ns: ComputeCost = nothing) -> list[Moves]:
+def moves_of(timeline: Timeline, before_ns: ComputeCost = nothing, *, in_parts: bool = False) -> list[Moves]:
     """Return the moves of every team of a timeline, which ran with a queue for each communicator. A REDUCE
     begins behind a backward that it follows at once, `before_ns` before that ends: that of the REDUCE if it
-    is of the same part, else that of the backward.
+    is of the same part, else that of the backward. Passes whose layers communicate come `in_parts`, if so.
     """
-    return [
-        _moves(timeline, team, transfers, ends, before_ns)
-        for team, (transfers, ends) in enumerate(zip(timeline.transfers, timeline.ends_ns, strict=True))
-    ]
+    counts, parts = _counts(timeline) if in_parts else {}, dict[tuple[Transfer, int], Transfer]()
+    return [_moves(timeline, team, before_ns, counts, parts) for team in range(len(timeline.ends_ns))]
+
+
+def _counts(timeline: Timeline) -> dict[Transfer, int]:
+    """In how many parts passes come whose layers communicate: as few as leave none that takes longer than
+    half of the usual pass, a power of two.
+    """
+    passes, whole = dict[Transfer, None](), set[Transfer]()
+    for ops, transfers in zip(timeline.domain.ops, timeline.transfers, strict=True):
+        for op, transfer, behind in zip(ops, transfers, (*ops[1:], None), strict=False):
+            if transfer is not None and op.kind in PASSES:
+                passes[transfer] = None
+                if behind is not None and behind.kind is Kind.REDUCE:
+                    # What begins behind a backward waits for ranks of other domains, too.
+                    whole.add(transfer)
+    usual_ns = sorted(each.ns for each in passes)[len(passes) // 2] if passes else 0
+    counts = {}
+    for each in passes:
+        count = 1
+        while count < PARTS and each not in whole and A_PASS * each.ns > count * usual_ns:
+            count *= 2
+        counts[each] = count
+    return counts
 
 
 def _moves(
     timeline: Timeline,
     team: int,
-    transfers: tuple[Transfer | None, ...],
-    ends: Sequence[int],
     before_ns: ComputeCost,
+    counts: Mapping[Transfer, int],
+    parts: dict[tuple[Transfer, int], Transfer],
 ) -> Moves:
-    kinds: list[int] = []
-    takes: list[int] = []
-    issues: dict[Transfer, int] = {}
-    uses: dict[Transfer, int] = {}
-    receives: list[int] = []
-    goes_behind: dict[int, int] = {}
-    carries: dict[int, int] = {}
+    own = Moves([], [], [], [], [], {}, {}, [], -1, False, {}, {})
     before = began = 0
-    last_pass, together = -1, False
     domain, ops = timeline.domain, timeline.domain.ops[team]
-    for at, (op, transfer, end) in enumerate(zip(ops, transfers, ends, strict=True)):
-        kind, ns = op.kind, 0
+    columns = ops, timeline.transfers[team], timeline.ends_ns[team]
+    for at, (op, transfer, end) in enumerate(zip(*columns, strict=True)):
+        kind, ns, count = op.kind, 0, 1
         what = COMPUTE if kind in COMPUTES else _OTHER.get(kind, ISSUE)
         if what == COMPUTE:
-            together = together or transfer is not None
+            own.computes_together = own.computes_together or transfer is not None
             ns = end - began if transfer is None else transfer.ns
-            if kind is Kind.FORWARD or kind is Kind.BACKWARD:
-                last_pass = at
+            if kind in PASSES:
+                count = counts.get(transfer, 1) if transfer is not None else 1
+                own.last_pass = len(own.kinds) + count - 1
             elif kind is Kind.ENCODE_BACKWARD and (carried := before_ns(team * domain.team, op)):
-                carries[at] = carried
+                own.carries[len(own.kinds)] = carried
         elif what == WAIT:
             if op.on is Kind.REDUCE:
                 what = WAIT_REDUCED
             if transfer is not None:
-                uses[transfer] = before
+                own.uses[transfer] = before
         elif transfer is not None:
-            issues[transfer] = before
+            own.issues[transfer] = before
             if what == RECEIVE:
-                issues[transfer] = 0
-                receives.append(at)
+                own.issues[transfer] = 0
+                own.receives.append(len(own.kinds))
             elif what == REDUCE and at and ops[at - 1].kind in BACKWARDS:
-                ns = before_ns(team * domain.team, op)
-                if ns or follows_llm(domain, ops[at - 1], op):
-                    goes_behind[at] = ns
-                ns = 0
-        kinds.append(what)
-        takes.append(ns)
+                begun = before_ns(team * domain.team, op)
+                if begun or follows_llm(domain, ops[at - 1], op):
+                    own.goes_behind[len(own.kinds)] = begun
+        for number in range(count):
+            first, stop = number * PARTS // count, (number + 1) * PARTS // count
+            own.kinds.append(what)
+            own.transfers.append(transfer if count == 1 else _part_of(transfer, first, stop, parts))
+            own.takes.append(part_ns(ns, first, stop))
+            own.places.append(at)
+            own.stops.append(stop)
         before += ns
         began = end
-    return Moves(kinds, transfers, takes, issues, uses, receives, last_pass, together, goes_behind, carries)
+    return own
+
+
+def _part_of(
+    whole: Transfer | None, first: int, stop: int, parts: dict[tuple[Transfer, int], Transfer]
+) -> Transfer:
+    """Some parts of a pass, one transfer for all that run it together."""
+    assert whole is not None
+    part = parts.get((whole, first))
+    if part is None:
+        part = Transfer((*whole.name, first), whole.teams, part_ns(whole.ns, first, stop))
+        part.start = whole.start + part_ns(whole.ns, 0, first)
+        parts[whole, first] = part
+    return part
 
 
 def reduced_early(moves: Sequence[Moves], orders: Orders) -> Orders:

@@ -1,19 +1,20 @@
-"""Order transfers where compute stands in one queue with them: then teams can only meet between their ops.
+"""Order transfers where compute stands in one queue with them: then teams can only meet between their moves.
 
-Where layers communicate and a rank has one queue for everything, a pass holds the queue for all of its time,
-and a message goes only while both its ends stand between ops. Whoever comes first waits. This module decides
-who: it runs the lists from event to event, and whenever a team stands between two ops, it
+Where layers communicate and a rank has one queue for everything, an op, or a part of a pass that comes in
+parts, holds the queue for all of its time, and a message goes only while both its ends stand between two.
+Whoever comes first waits. This module decides who: it runs the lists from event to event, and whenever a team
+stands between two moves, it
 
-1. makes every transfer whose teams all stand between ops, those first that come first with free queues;
-2. or starts its next op, if all that take part in it are there and all that they wait for has come;
-3. but delays that op if another team needs a transfer from this one sooner, and would lose more time than
+1. makes every transfer whose teams all stand so, those first that come first with free queues;
+2. or makes its next move, if all that take part in it are there and all that they wait for has come;
+3. but delays that move if another team needs a transfer from this one sooner, and would lose more time than
    this team spends waiting;
 4. and for a transfer that a team is held back for: no team begins what ends after all of them could meet, for
    as long as that team stands idle. Where many take part, they would hardly ever meet by chance.
 
 So a transfer that nobody needs yet waits until its teams meet by themselves, and those of many microbatches
 pass at one meeting. When others come and what they need then is taken from their compute alone, as if they
-waited for nobody; no op is held back for longer than it takes. Only issues change their places. The lists
+waited for nobody; no move is held back for longer than it takes. Only issues change their places. The lists
 run with one queue as they ran here, or sooner, so they cannot hang.
 """
 

@@ -8,10 +8,10 @@ The cure is one order of transfers for all ranks. A simulation of the original l
 starts, and that time is its number; reductions come after everything else, which they would keep waiting for
 ranks that have yet to complete their gradients. Every rank issues its transfers by their numbers; before it
 waits for one, it issues all that have lower numbers. Compute that several ranks run together is a transfer as
-well, and they wait for it where it stands. There a message can go only between two ops of both its ends, and
-`rendezvous.py` finds an order. Reductions that may go on behind the last backwards follow them at once, in
-front of everything else, or they go on behind the last backward of an encoder, if every team runs its own by
-itself, if that runs to the end and takes less.
+well, and they wait for it where it stands. There a message can go only between two ops of both its ends, or
+between parts of their passes, and `rendezvous.py` finds an order. Reductions that may go on behind the last
+backwards follow them at once, in front of everything else, or they go on behind the last backward of an
+encoder, if every team runs its own by itself, if that runs to the end and takes less.
 
 A rank can always follow this order: what it issues after it has waited for a transfer starts later than that
 transfer, so it has a higher number.
@@ -19,18 +19,27 @@ transfer, so it has a higher number.
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 
-from pipeline.builders.one_queue.moves import Moves, Orders, moves_of, queue_ns, reduced_amid, reduced_early
+from pipeline.builders.one_queue.moves import (
+    COMPUTE,
+    Moves,
+    Orders,
+    moves_of,
+    queue_ns,
+    reduced_amid,
+    reduced_early,
+)
 from pipeline.builders.one_queue.rendezvous import NEVER, meet
 from pipeline.channels import Transfer
 from pipeline.domain_plan import DomainPlan
-from pipeline.ops import ISSUED, Kind, Op
+from pipeline.ops import ISSUED, PARTS, Kind, Op
 from pipeline.simulator import ComputeCost, MessageCost, Timeline, nothing, run
 
-PATIENCE, LITTLE = (2, 4), 1
-"""Halves of a wait that count against a delay: on 148 plans of shared sequences whole and double waits leave
-least behind the best. Where half of all teams encode or fewer, lists take up to a tenth less with half ones.
+WITHIN, BETWEEN = 1, 2
+"""Halves of a wait that count against a delay, where messages go within passes and where they go only between
+two. In eleven domains of a tp2·pp4, before the jump, half waits within passes were better in seven.
 """
 
 NEAR = 1.01  # of the fastest order: slower ones are not tried with other places of reductions
@@ -45,8 +54,7 @@ def serialise(
     Raises:
         StuckError: if the lists cannot run to the end as they are.
     """
-    timeline = run_freely(domain, compute_ns, message_ns)
-    return in_orders(domain, orders_of(timeline, moves_of(timeline, before_ns)))
+    return in_orders(domain, *ordered(run_freely(domain, compute_ns, message_ns), before_ns))
 
 
 def run_freely(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost) -> Timeline:
@@ -59,32 +67,32 @@ def run_freely(domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageC
     return run(domain, lambda rank, op: compute_ns(rank, op) or 1, lambda op: message_ns(op) or 1)
 
 
-def orders_of(timeline: Timeline, moves: Sequence[Moves]) -> Orders:
-    """Return the order of every team's ops, by place, from a run with a queue for each communicator and its
-    moves.
+def ordered(timeline: Timeline, before_ns: ComputeCost = nothing) -> tuple[Sequence[Moves], Orders]:
+    """Return the moves of every team and their order, from a run with a queue for each communicator. A REDUCE
+    begins behind a backward that it follows at once, `before_ns` before that ends.
     """
     # No rule of waiting or reducing is best for all lists: the fastest in simulation is kept. In the order of
     # one run, lists take far longer than that run where compute stands in the queue.
-    if any(of.computes_together for of in moves):
-        encode = [any(op.kind is Kind.ENCODE for op in ops) for ops in timeline.domain.ops]
-        few = 0 < 2 * sum(encode) <= len(encode)
-        tried = [meet(moves, patience) for patience in (*PATIENCE, *[LITTLE] * few)]
+    whole = moves_of(timeline, before_ns)
+    if any(of.computes_together for of in whole):
+        parts = moves_of(timeline, before_ns, in_parts=True)
+        tried = [(parts, meet(parts, WITHIN)), (whole, meet(whole, BETWEEN))]
     else:
         lists = zip(timeline.domain.ops, timeline.transfers, strict=True)
-        tried = [[_in_order(team, ops, transfers) for team, (ops, transfers) in enumerate(lists)]]
-    carries, goes_behind = any(of.carries for of in moves), any(of.goes_behind for of in moves)
+        tried = [(whole, [_in_order(team, *of) for team, of in enumerate(lists)])]
+    carries, goes_behind = any(of.carries for of in whole), any(of.goes_behind for of in whole)
     if len(tried) == 1 and not (carries or goes_behind):
         return tried[0]
-    timed = [(_takes(moves, orders), orders) for orders in tried]
+    timed = [(_takes(*each), each) for each in tried]
     most = NEAR * min(ns for ns, _ in timed)
-    for ns, orders in tuple(timed):
+    for ns, (moves, orders) in tuple(timed):
         if ns > most:
             continue
         if carries and (amid := reduced_amid(moves, orders)) is not None:
-            timed.append((_takes(moves, amid), amid))
+            timed.append((_takes(moves, amid), (moves, amid)))
         if goes_behind:
             early = reduced_early(moves, orders)
-            timed.append((_takes(moves, early), early))
+            timed.append((_takes(moves, early), (moves, early)))
     return min(timed, key=itemgetter(0))[1]
 
 
@@ -94,9 +102,24 @@ def _takes(moves: Sequence[Moves], orders: Orders) -> int:
     return NEVER if ns is None else ns
 
 
-def in_orders(domain: DomainPlan, orders: Orders) -> list[list[Op]]:
-    """Return the lists of a domain in other orders."""
-    return [[ops[at] for at in order] for ops, order in zip(domain.ops, orders, strict=True)]
+def in_orders(domain: DomainPlan, moves: Sequence[Moves], orders: Orders) -> list[list[Op]]:
+    """Return the lists of a domain in other orders. What comes between parts of a pass stands behind it, as
+    issued within it.
+    """
+    return [_list(*of) for of in zip(domain.ops, moves, orders, strict=True)]
+
+
+def _list(ops: Sequence[Op], moves: Moves, order: Sequence[int]) -> list[Op]:
+    out = list[Op]()
+    within = 0
+    for number in order:
+        op = ops[moves.places[number]]
+        if moves.kinds[number] != COMPUTE:
+            out.append(replace(op, within=within) if within else op)
+            continue
+        out += [] if within else [op]
+        within = moves.stops[number] % PARTS
+    return out
 
 
 def _in_order(team: int, ops: tuple[Op, ...], transfers: tuple[Transfer | None, ...]) -> list[int]:
