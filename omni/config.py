@@ -41,7 +41,7 @@ class ModelConfig:
 class LLMLayoutConfig:
     """Ranks of each axis. `dp: null` takes all ranks that the other axes leave. Each of the pp stages holds
     `vpp` virtual stages of the LLM, in turn: they take no ranks of their own. `zero` is the stage of ZeRO: 1
-    divides the optimizer's state among replicas, 2 gradients too, 3 weights too, and null leaves it to be
+    divides the optimizer's state among replicas, 2 gradients too, 3 weights too. Null leaves either to be
     chosen.
     """
 
@@ -50,8 +50,12 @@ class LLMLayoutConfig:
     dp: int | None = None
     pp: int = 1
     ep: int = 1
-    vpp: int = 1
+    vpp: int | None = 1
     zero: int | None = 1
+
+    def __post_init__(self) -> None:
+        if self.vpp is None and self.pp == 1:
+            self.vpp = 1  # one stage has nothing to go round
 
 
 @dataclass

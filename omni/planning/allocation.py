@@ -120,7 +120,7 @@ def _can_be(
     if dp % domain:
         return False
     try:
-        layout = Layout(own.tp, own.cp, dp, own.pp, own.ep, own.vpp, own.zero or 1)
+        layout = Layout(own.tp, own.cp, dp, own.pp, own.ep, own.vpp or 1, own.zero or 1)
         arrange(layout, encoder_tp, placement, rest, domain)
     except LayoutError:
         return False

@@ -1,12 +1,12 @@
 """Keys that a configuration leaves open, and what was chosen for them: `omni.planning.choose` chooses.
 
-A key is open where `layout.domain`, `layout.context`, `layout.llm.zero`, `packing.divisor` or
-`data.microbatch_tokens` is null, where `model.llm.recompute` is `auto`, or where a section of `POLICIES` has
-the policy `auto`; then `data.sample_tokens` is open, too, unless it is given. With `model.llm.recompute` so
-is what encoders send to the host, where that is null. `system=omni`, the default, leaves open all that are
-neither of the model nor of the data. Its schedule is `auto` as well, a policy that chooses for each step.
-Where a placement takes ranks, `placement.ranks` is open if it is null: `omni.planning.allocation` settles it
-before anything is chosen.
+A key is open where `layout.domain`, `layout.context`, `layout.llm.zero`, `packing.divisor`,
+`data.microbatch_tokens` or, of a pipeline, `layout.llm.vpp` is null, where `model.llm.recompute` is `auto`,
+or where a section of `POLICIES` has the policy `auto`; then `data.sample_tokens` is open, too, unless it is
+given. With `model.llm.recompute` so is what encoders send to the host, where that is null. `system=omni`, the
+default, leaves open all that are neither of the model nor of the data. Its schedule is `auto` as well, a
+policy that chooses for each step. Where a placement takes ranks, `placement.ranks` is open if it is null:
+`omni.planning.allocation` settles it before anything is chosen.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from parallel.policy import find
 AUTO = "auto"
 SCHEDULE, PLACEMENT = "pipeline.policy", "placement.policy"
 DOMAIN, PACKS, LONGEST = "layout.domain", "packing.divisor", "data.sample_tokens"
-CONTEXT, ZERO = "layout.context", "layout.llm.zero"
+CONTEXT, ZERO, VPP = "layout.context", "layout.llm.zero", "layout.llm.vpp"
 MICROBATCH, BESIDE = "data.microbatch_tokens", "placement.ranks"
 RECOMPUTE, RECOMPUTE_LONG = "model.llm.recompute", "model.llm.recompute_long"
 KEEP_ATTENTION = "model.llm.keep_attention"
@@ -108,7 +108,7 @@ def text_of(keys: Keys) -> str:
 
 def open_keys(config: Config) -> list[str]:
     """Return the keys that a configuration leaves to be chosen."""
-    keys = [key for key in (DOMAIN, ZERO, MICROBATCH, PACKS, CONTEXT) if value_of(config, key) is None]
+    keys = [key for key in (DOMAIN, ZERO, MICROBATCH, PACKS, CONTEXT, VPP) if value_of(config, key) is None]
     if value_of(config, RECOMPUTE) == AUTO:
         keys += [RECOMPUTE, *_OFF, *_of_encoders(config, OFFLOAD)]
     keys += [key for key in POLICIES if value_of(config, key) == AUTO]
@@ -142,6 +142,7 @@ def unchosen(config: Config) -> Config:
     plain = {
         DOMAIN: None,  # the least
         ZERO: 1,
+        VPP: 1,
         PACKS: 1,
         CONTEXT: None,
         LONGEST: None,
@@ -179,8 +180,9 @@ def continued(config: Config, saved: Config, given: Collection[str] = ()) -> Con
     """Return a configuration, composed of a saved one and overrides, with what had been chosen and is neither
     among the keys that were `given` nor set by an option. One that empties its section sets nothing.
     """
-    empty = {DOMAIN: 1, ZERO: 1, PACKS: 1, CONTEXT: 4096, LONGEST: None, MICROBATCH: None, RECOMPUTE: AUTO}
-    empty |= {**_OFF, **dict.fromkeys(filter(of_encoder, saved.choice.keys))}
+    empty: dict[str, Any] = {DOMAIN: 1, ZERO: 1, VPP: 1, PACKS: 1, CONTEXT: 4096, LONGEST: None}
+    empty |= {MICROBATCH: None, RECOMPUTE: AUTO, **_OFF}
+    empty |= dict.fromkeys(filter(of_encoder, saved.choice.keys))
     values = {key: (value_of(config, key), value_of(saved, key)) for key in saved.choice.keys}
     keys = [key for key, (now, before) in values.items() if now in (before, empty.get(key, before))]
     idle = [key for key in saved.choice.keys if of_encoder(key) and not _computes_anew(config, key)]

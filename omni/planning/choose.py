@@ -31,6 +31,7 @@ from omni.planning.choice import (
     PASS_TOKENS,
     RECOMPUTE,
     RECOMPUTE_LONG,
+    VPP,
     ZERO,
     Keys,
     RunChoice,
@@ -50,6 +51,8 @@ from omni.planning.trials import GAIN, Make, Try, as_beside, gains, on_whole_ste
 from ops.ints import Ints
 from parallel.layout import MOST_ZERO
 from parallel.work import FP32, virtual_stage_name
+
+STAGES = 2  # virtual, on each rank, that are tried
 
 
 def choose(
@@ -84,6 +87,7 @@ def choose(
     return replace(make(chosen(config, own, ranks)), choice=choice)
 
 
+# long: one key is settled after the other
 def _search_all(
     config: Config,
     keys: Sequence[str],
@@ -98,8 +102,9 @@ def _search_all(
     not fit as it is, or not with other packs, what holds least, inputs of encoders' layers on the host among
     it, in domains of any size again, since where none fits large ones look best; at the best of these what
     takes less in passes that are no longer than a pack, of other packs; if it has the usual, what takes
-    least; whether encoders' inputs stay or go; and whether layers that are made anew keep what attention puts
-    out, with what encoders' layers keep on the host if need be.
+    least; whether encoders' inputs stay or go; whether layers that are made anew keep what attention puts
+    out, with what encoders' layers keep on the host if need be; and where no schedule but a lean one fits
+    then, whether two virtual stages on a rank leave less bubble, of smaller packs if these hold too much.
     """
     usual, least, quickest = recomputed(config.model.llm)
     sent = {key: count for key, count in most_sent(start).items() if key in keys}
@@ -120,9 +125,26 @@ def _search_all(
     if best.refused and pools and best.beyond < freed:
         tries(as_usual, MOST_ZERO)
     whole_step = on_whole_steps(attempt, config, longest)
+    may_interleave = (
+        VPP in keys
+        and start.policies["pipeline"].vpp is None
+        and start.config.model.llm.layers >= STAGES * start.arrangement.llm.pp
+    )
+
+    def at_last() -> tuple[Tried, list[Tried]]:
+        """Whether attention is kept, and whether ranks have several virtual stages."""
+        found, others = _attending_once(best, kept, sent, whole_step)
+        if found.lean and may_interleave:
+            found, other = _changed(found, {VPP: STAGES}, whole_step)
+            others.append(other)
+            if other.refused and PACKS in found.keys:
+                smaller = {VPP: STAGES, PACKS: STAGES * found.keys[PACKS]}
+                found, other = _changed(found, smaller, whole_step)
+                others.append(other)
+        return found, tried + others
+
     if RECOMPUTE not in keys:
-        best, others = _attending_once(best, kept, sent, whole_step)
-        return best, tried + others
+        return at_last()
     if any(each.refused for each in tried if {**each.keys, PACKS: None} == {**best.keys, PACKS: None}):
         tries({RECOMPUTE: least, **plain, **sent}, 1)
         if best.refused and pools and best.beyond < freed:
@@ -142,8 +164,7 @@ def _search_all(
         tried.append(other)
     if best.keys[RECOMPUTE] == least or best.keys[RECOMPUTE_LONG]:
         kept.append(KEEP_ATTENTION)
-    best, others = _attending_once(best, kept, sent, whole_step)
-    return best, tried + others
+    return at_last()
 
 
 def _attending_once(

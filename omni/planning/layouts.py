@@ -93,7 +93,7 @@ def resolve_layout(
     context = CONTEXT if config.context is None else config.context  # null: until one is chosen
     if context < 1:
         raise LayoutError(f"layout.context={context}: a sequence has at least one token")
-    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.vpp, sizes.zero or 1, context)
+    layout = Layout(sizes.tp, sizes.cp, dp, sizes.pp, sizes.ep, sizes.vpp or 1, sizes.zero or 1, context)
     if layout.world + beside != world:
         raise LayoutError(
             f"{own}, layout.llm.dp={dp} and placement.ranks={beside} take {layout.world + beside} ranks, "
@@ -129,7 +129,9 @@ def check_layout(
     for number, sizes in enumerate(others):
         try:
             check_sizes(vars(sizes))
-            layout = Layout(**{**vars(sizes), "dp": sizes.dp or sizes.ep, "zero": sizes.zero or 1})
+            layout = Layout(
+                **{**vars(sizes), "dp": sizes.dp or sizes.ep, "vpp": sizes.vpp or 1, "zero": sizes.zero or 1}
+            )
             check_llm_layout(llm, layout, vocab_size)
         except ValueError as error:
             raise LayoutError(f"launch.layouts[{number}]: {error}") from error
@@ -159,7 +161,7 @@ def check_vpp(llm: LLMLayoutConfig, others: Sequence[LLMLayoutConfig], schedule:
     """
     named = {f"launch.layouts[{number}]": sizes for number, sizes in enumerate(others)}
     for layout, sizes in {"layout.llm": llm, **named}.items():
-        if schedule.vpp is not None and sizes.vpp > schedule.vpp:
+        if schedule.vpp is not None and (sizes.vpp or 1) > schedule.vpp:
             raise ConfigError(
                 f"{layout}.vpp={sizes.vpp}: pipeline.policy={schedule.name} orders at most "
                 f"{schedule.vpp} on a rank: set {layout}.vpp={schedule.vpp}, or choose one for "

@@ -26,6 +26,7 @@ from omni.planning.choice import (
     POLICIES,
     RECOMPUTE,
     RECOMPUTE_LONG,
+    VPP,
     ZERO,
     Keys,
     Tried,
@@ -88,6 +89,7 @@ def search_policies(
             RECOMPUTE_LONG: False,
             KEEP_ATTENTION: False,
             ZERO: 1,
+            VPP: 1,
             **fixed,
             CONTEXT: mean_context(np.minimum(lengths, longest))
             if start.arrangement.llm.pp > 1

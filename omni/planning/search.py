@@ -270,7 +270,7 @@ class Searching:
         """
         llm, schedules = config.layout.llm, [config.pipeline.policy]
         if config.pipeline.policy == AUTO and llm.pp > 1:
-            schedules = ["zero_bubble_h1", "encode_first"] if llm.vpp == 1 else ["interleaved"]
+            schedules = ["zero_bubble_h1", "encode_first"] if (llm.vpp or 1) == 1 else ["interleaved"]
         found = None
         for schedule in schedules:
             own = with_keys(config, {SCHEDULE: schedule})

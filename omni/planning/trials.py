@@ -46,12 +46,15 @@ def tried_out(
     from the best, or if a device cannot hold it, or is known not to (`lean`), that which holds least, in as
     few rounds as it can.
     """
-    pipeline, vpp = config.pipeline, config.layout.llm.vpp
+    pipeline, vpp = config.pipeline, config.layout.llm.vpp or 1
     attempt = partial(_simulated, keys=keys, make=make, begin=begin, steps=steps, beside=beside)
     if pipeline.policy != AUTO or config.layout.llm.pp == 1:
         return attempt(config)
     if vpp > 1:
-        return attempt(with_keys(config, {SCHEDULE: "interleaved"}))
+        at_once = attempt(with_keys(config, {SCHEDULE: "interleaved", ROUNDS: pipeline.rounds or 1}))
+        # In rounds none gains beside one that fits at once.
+        enough = not at_once.refused or (beside is not None and not beside.refused)
+        return at_once if enough else attempt(with_keys(config, {SCHEDULE: "interleaved"}))
     least = with_keys(config, {SCHEDULE: "encode_first"})
     if lean:
         return replace(attempt(least), lean=True)

@@ -31,7 +31,7 @@ def without_each(config: Config) -> Iterator[tuple[str, Config]]:
     """
     layout = config.layout.llm
     for name, keys in KEYS.items():
-        if SCHEDULE in keys and layout.vpp > 1:
+        if SCHEDULE in keys and (layout.vpp or 1) > 1:
             keys = _WITH_VPP.get(name, {})
         if keys and (SCHEDULE not in keys or layout.pp > 1):
             yield name, with_keys(config, keys)

@@ -20,6 +20,7 @@ from omni.planning.choice import (
     PACKS,
     POLICIES,
     RECOMPUTE,
+    VPP,
     Tried,
     as_saved,
     open_keys,
@@ -616,6 +617,34 @@ def test_a_candidate_that_gains_nothing_in_a_domain_is_planned_in_no_other(monke
     found = tried_out(spec.config, {}, lambda config: spec, (1, 0), steps=1, beside=beside)
     assert len(seen) == len(set(seen)) == planned
     assert gains(found, beside or Tried({}, refused="no")) == (planned == 4)
+
+
+@pytest.mark.parametrize(
+    "lean, held, given, chosen",
+    [
+        (True, 1, [], (2, 1)),
+        (True, 2, [], (2, 2)),  # of smaller packs
+        (True, 4, [], (1, 1)),
+        (False, 1, [], (1, 1)),  # a schedule fits that leaves less bubble
+        (True, 1, ["pipeline=encode_first"], (1, 1)),
+        (True, 1, ["model.llm.layers=2"], (1, 1)),
+    ],
+)
+def test_two_virtual_stages_are_chosen_where_none_but_a_lean_schedule_fits(
+    monkeypatch, lean, held, given, chosen
+):
+    """With two, packs of so many parts are held, and a step takes a tenth less."""
+
+    def tried(config, keys, **more):
+        two = keys.get(VPP) == 2
+        if two and keys[PACKS] < held:
+            return Tried(keys, 10**6, "does not fit", 10**9)
+        return Tried(keys, 10**6 - 10**5 * two, lean=lean)
+
+    monkeypatch.setattr("omni.planning.choose.tried_out", tried)
+    config = prepared("layout.llm.pp=2", "model.llm.layers=4", *given).config
+    assert (config.layout.llm.vpp, config.packing.divisor) == chosen
+    assert prepared("model.llm.layers=4", *given).config.layout.llm.vpp == 1, "one stage"
 
 
 @pytest.mark.parametrize("beyond, taken", [(1000, False), (996, False), (994, True)])
