@@ -22,7 +22,7 @@ from pipeline.plan import StepPlan
 DOMAINS, STEPS = 4, 4  # simulated at most: domains of a step, steps
 ENOUGH = 1024  # samples of steps after which no further one is simulated
 IN_DOMAINS = 512  # samples of domains of a step, after which no further domain is
-CHECKED = 2  # domains at least that are, if they are to fit
+CHECKED = 2, 2048  # domains at least, and samples, if domains are to fit
 ROUNDS = "pipeline.rounds"
 GAIN = 0.005  # of the step, that a candidate must bring to be taken over a simpler one
 
@@ -99,11 +99,11 @@ def _first_plans(spec: RunSpec, step: int, cursor: int) -> Iterator[tuple[StepPl
     """The plans of the domains that samples of a step load most, as far as they are bounded, each with the
     bytes that it is beyond what ranks can hold.
     """
-    samples, least = 0, 1 if spec.cluster.memory_bytes is None else CHECKED
+    samples, (least, enough) = 0, (1, IN_DOMAINS) if spec.cluster.memory_bytes is None else CHECKED
     for count, (plan, beyond) in enumerate(islice(spec.planner.busiest(step, cursor), DOMAINS), 1):
         yield plan, beyond
         samples += len(plan.domain.samples)
-        if count >= least and samples >= IN_DOMAINS:
+        if count >= least and samples >= enough:
             break
 
 

@@ -52,9 +52,9 @@ def order(folder: Path) -> list[str]:
     said: list[str] = []
     do = _RunningStep.do
 
-    def noted(step: Any, op: Any) -> None:
+    def noted(step: Any, op: Any, *messages: Any) -> None:
         said.append("op")
-        do(step, op)
+        do(step, op, *messages)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inputs, "arrival", lambda *_: lambda: said.append("arrival"))

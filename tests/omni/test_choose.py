@@ -672,9 +672,9 @@ def test_a_candidate_is_tried_once_whatever_is_known_of_it():
 
 
 def test_of_long_steps_as_many_domains_are_planned_as_tell(monkeypatch):
-    """512 samples of a step, and two domains if they are to fit."""
+    """512 samples of a step; if domains are to fit, two of them and 2,048 samples."""
     planned = []
-    for samples, memory in ((256, "1000000000000"), (512, "1000000000000"), (512, "null")):
+    for samples, memory in ((256, "1000000000000"), (1024, "1000000000000"), (512, "null")):
         keys = "layout.domain=1", f"cluster.memory_bytes={memory}", f"data.step_samples={4 * samples}"
         spec, before = prepared(*keys, trace=trace_of()), len(planned)
         busiest = spec.planner.busiest
@@ -688,7 +688,7 @@ def test_of_long_steps_as_many_domains_are_planned_as_tell(monkeypatch):
             patched.setattr(Planner, "busiest", counted)
             tried_out(spec.config, {}, lambda config, spec=spec: spec, (1, 0), steps=1)
         planned[before:] = [len(planned) - before]
-    assert planned == [2, 2, 1]
+    assert planned == [4, 2, 1]
 
 
 def test_a_candidate_that_does_not_fit_in_a_domain_is_planned_in_no_other():
