@@ -39,6 +39,7 @@ def test_each_row_meets_the_matrix_of_its_group(
     torch.testing.assert_close(grouped_weights(rows, grads, ends), sums, **exact)
 
 
+@settings(deadline=None)
 @given(COUNTS)
 def test_a_fake_product_has_the_shape_and_the_flops_of_a_real_one(counts: list[int]) -> None:
     rows, weight, ends = torch.ones(sum(counts), 3), torch.ones(len(counts), 5, 3), ends_of(counts)
