@@ -25,6 +25,7 @@ from dataloader.samples import Samples
 from omni.config import Config
 from omni.models.llm import NAME as LLM
 from omni.planning.choice import (
+    CONTEXT,
     KEEP_ATTENTION,
     LONGEST,
     PACKS,
@@ -49,6 +50,7 @@ from omni.planning.room import cut_of_longer, domain_sizes, lengths_of
 from omni.planning.run_spec import RunSpec
 from omni.planning.trials import GAIN, Make, Try, as_beside, gains, on_whole_steps, once_each, tried_out
 from ops.ints import Ints
+from parallel.layout import CONTEXT as ANY_CONTEXT
 from parallel.layout import MOST_ZERO
 from parallel.work import FP32, virtual_stage_name
 
@@ -132,8 +134,15 @@ def _search_all(
     )
 
     def at_last() -> tuple[Tried, list[Tried]]:
-        """Whether attention is kept, and whether ranks have several virtual stages."""
+        """Whether attention is kept, whether stages are cut by what attention costs in them, under the run's
+        own schedule, and whether ranks have several virtual stages.
+        """
         found, others = _attending_once(best, kept, sent, whole_step)
+        if not found.refused and found.keys.get(CONTEXT, ANY_CONTEXT) != ANY_CONTEXT:
+            # Late stages wait for their first pass, and encode meanwhile if the schedule is joint.
+            as_run = whole_step if found.lean else partial(whole_step, stands_in=False)
+            found, other = _changed(found, {CONTEXT: ANY_CONTEXT}, as_run, 0)  # neither is simpler
+            others.append(other)
         if found.lean and may_interleave:
             found, other = _changed(found, {VPP: STAGES}, whole_step)
             others.append(other)

@@ -127,12 +127,6 @@ def search_policies(
     if best.refused and RECOMPUTE in keys and fixed[RECOMPUTE] != recomputed(config.model.llm)[1]:
         # What holds less is tried next, and then this again, of smaller packs.
         return best, list(tried.values())
-    if CONTEXT in best.keys and best.keys[CONTEXT] != ANY_CONTEXT:
-        # Even stages of the LLM need not be best: late ones wait for their first pass, and encode meanwhile.
-        now = whole_step(best.keys)
-        other = whole_step({**best.keys, CONTEXT: ANY_CONTEXT}, now)
-        tried[text_of(other.keys)] = as_beside(best, now, other)
-        best = tried[text_of(other.keys)] if gains(other, now, 0) else best  # neither is simpler
     if {PACKS, PACKING} & set(keys) and (start.arrangement.llm.pp > 1 or best.refused):
         starts = [best]
         if longest <= microbatch_tokens(given, cuts, sizes[0], longest):  # the first candidate shares nothing

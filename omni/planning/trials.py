@@ -38,17 +38,18 @@ def tried_out(
     steps: int = STEPS,
     beside: Tried | None = None,
     lean: bool = False,
+    stands_in: bool = True,
 ) -> Tried:
     """Simulate the first steps of a candidate, in the domains that samples load most. Once one of them shows
     that it gains nothing `beside` another candidate of as many steps, no further one is planned.
 
-    Where the schedule follows step by step, one stands for all: that which is quick to plan and seldom far
-    from the best, or if a device cannot hold it, or is known not to (`lean`), that which holds least, in as
-    few rounds as it can.
+    Where the schedule follows step by step, one `stands_in` for all: that which is quick to plan and seldom
+    far from the best, or if a device cannot hold it, or is known not to (`lean`), that which holds least, in
+    as few rounds as it can.
     """
     pipeline, vpp = config.pipeline, config.layout.llm.vpp or 1
     attempt = partial(_simulated, keys=keys, make=make, begin=begin, steps=steps, beside=beside)
-    if pipeline.policy != AUTO or config.layout.llm.pp == 1:
+    if pipeline.policy != AUTO or config.layout.llm.pp == 1 or not (stands_in or lean):
         return attempt(config)
     if vpp > 1:
         at_once = attempt(with_keys(config, {SCHEDULE: "interleaved", ROUNDS: pipeline.rounds or 1}))
@@ -124,10 +125,10 @@ def once_each(attempt: Try) -> Try:
     """
     known: dict[tuple[object, ...], Tried] = {}
 
-    def once(config: Config, own: Keys, steps: int = STEPS, **more: Any) -> Tried:
-        key = text_of(own), config.data.sample_tokens, steps
+    def once(config: Config, own: Keys, steps: int = STEPS, stands_in: bool = True, **more: Any) -> Tried:
+        key = text_of(own), config.data.sample_tokens, steps, stands_in
         if key not in known:
-            known[key] = attempt(config, own, steps=steps, **more)
+            known[key] = attempt(config, own, steps=steps, stands_in=stands_in, **more)
         return known[key]
 
     return once
@@ -136,8 +137,9 @@ def once_each(attempt: Try) -> Try:
 def on_whole_steps(attempt: Try, config: Config, longest: int) -> Try:
     """Return how candidates are tried on one whole step."""
 
-    def whole_step(own: Keys, beside: Tried | None = None, lean: bool = False) -> Tried:
-        return attempt(with_keys(config, {**own, LONGEST: longest}), own, steps=1, beside=beside, lean=lean)
+    def whole_step(own: Keys, beside: Tried | None = None, lean: bool = False, **more: Any) -> Tried:
+        whole = with_keys(config, {**own, LONGEST: longest})
+        return attempt(whole, own, steps=1, beside=beside, lean=lean, **more)
 
     return whole_step
 
