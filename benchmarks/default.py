@@ -106,6 +106,7 @@ def row(asked: argparse.Namespace, setting: tuple[str, str, int, str]) -> Row | 
         "model.llm.recompute=auto" if asked.fits else f"cluster.memory_bytes={ANYTHING}",
         *[ATTEND_ONCE] * (name in BY_HAND and not asked.fits),
     ]  # fmt: skip
+    metas = all_as("image", trace_of(trace, count, seed))
     begin = time.process_time()
     try:
         config = compose_config(own)
@@ -115,7 +116,7 @@ def row(asked: argparse.Namespace, setting: tuple[str, str, int, str]) -> Row | 
             config.data.sample_tokens = longest = SHORTER.get(trace, LONGEST)
             if not whole or held < longest:
                 config.data.microbatch_tokens = longest
-        spec = prepare_run(config, asked.ranks, all_as("image", trace_of(trace, count, seed)))
+        spec = prepare_run(config, asked.ranks, metas)
     except ValueError as error:
         return str(error)
     seconds = time.process_time() - begin

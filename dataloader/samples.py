@@ -63,12 +63,22 @@ def in_order(trace: Sequence[SampleMeta]) -> Samples:
             found[place] = 0 if meta is None else length(meta)
         return found
 
-    def items(source: str, ids: Ints) -> dict[str, tuple[Ints, Ints]]:
+    @cache
+    def items_of_all() -> dict[str, Ints]:
+        """By modality the sample of each item, in order, and its tokens: [2, k]."""
         found: dict[str, list[tuple[int, int]]] = {}
-        for place, i in enumerate(ids.tolist()):
-            for item in trace[i].items:
-                found.setdefault(item.modality, []).append((place, item.tokens))
-        columns = {name: np.array(of, np.int64).T for name, of in found.items()}
-        return {name: (places, tokens) for name, (places, tokens) in columns.items()}
+        for number, meta in enumerate(trace):
+            for item in meta.items:
+                found.setdefault(item.modality, []).append((number, item.tokens))
+        return {name: np.array(of, np.int64).T for name, of in found.items()}
+
+    def items(source: str, ids: Ints) -> dict[str, tuple[Ints, Ints]]:
+        found = {}
+        for name, (sample, tokens) in items_of_all().items():
+            first = np.searchsorted(sample, ids)
+            count = np.searchsorted(sample, ids, "right") - first
+            at = np.arange(count.sum()) + np.repeat(first - (np.cumsum(count) - count), count)
+            found[name] = np.repeat(np.arange(len(ids)), count), tokens[at]
+        return found
 
     return Samples(InOrder(len(trace)), lambda source, sample: trace[sample], lengths, items)

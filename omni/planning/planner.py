@@ -102,8 +102,8 @@ class Planner:
         ranks can hold, at most 0 if it fits.
         """
         taken, costing = self.world.take(cursor), self.domain.costing
-        groups = self.world.groups_of(taken, costing)
-        work = self.world.phases_of(taken, costing).sum(1)
+        phases = self.world.phases_of(taken, costing)
+        groups, work = self.world.groups_of(taken, costing, phases), phases.sum(1)
         of_group = np.zeros(len(self.world.groups), np.int64)
         np.add.at(of_group, groups, work)
         places = dict.fromkeys((int(of_group.argmax()), groups[int(work.argmax())]))

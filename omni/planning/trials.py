@@ -49,7 +49,7 @@ def tried_out(
     """
     pipeline, vpp = config.pipeline, config.layout.llm.vpp or 1
     attempt = partial(_simulated, keys=keys, make=make, begin=begin, steps=steps, beside=beside)
-    if pipeline.policy != AUTO or config.layout.llm.pp == 1 or not (stands_in or lean):
+    if pipeline.policy != AUTO or config.layout.llm.pp == 1 or not stands_in:
         return attempt(config)
     if vpp > 1:
         at_once = attempt(with_keys(config, {SCHEDULE: "interleaved", ROUNDS: pipeline.rounds or 1}))

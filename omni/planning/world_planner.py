@@ -90,12 +90,14 @@ class WorldPlanner:
         every, size = range(self.num_domains), self.group_size
         return [every[first : first + size] for first in every[::size]]
 
-    def groups_of(self, taken: Taken, costing: Costing) -> list[int]:
-        """Return the number of the group that each sample of a step goes to."""
+    def groups_of(self, taken: Taken, costing: Costing, phases: Ints | None = None) -> list[int]:
+        """Return the number of the group that each sample of a step goes to; `phases_of` it may be given."""
         if len(self.groups) == 1:
             return [0] * len(taken)  # without looking up what samples cost
-        by_cost = self.deal.by_cost
-        work = self.phases_of(taken, costing) if by_cost else np.array(taken.lengths, np.int64)[:, None]
+        if not self.deal.by_cost:
+            work = np.array(taken.lengths, np.int64)[:, None]
+        else:
+            work = self.phases_of(taken, costing) if phases is None else phases
         return self.deal(work, list(map(len, self.groups)))
 
     def phases_of(self, taken: Taken, costing: Costing) -> Ints:
@@ -126,7 +128,8 @@ class WorldPlanner:
         """Return the metadata of the samples that go to a group, by number in the step; `groups` are those
         that all go to.
         """
-        return {n: self.meta_of(taken, n) for n, of in enumerate(groups) if of == group}
+        own = np.flatnonzero(np.array(groups, np.int64) == group)
+        return {n: self.meta_of(taken, n) for n in own.tolist()}
 
     def meta(self, source: str, sample: int) -> SampleMeta | None:
         """Return a sample's metadata as it is trained on: truncated if it must be, None if it is dropped."""
