@@ -15,6 +15,7 @@ from omni.compose_saved import compose_saved
 from omni.config import ConfigError
 from omni.planning.choice import (
     BALANCE,
+    CONTEXT,
     DOMAIN,
     LONGEST,
     PACKS,
@@ -41,6 +42,7 @@ from omni.planning.room import mean_context
 from omni.planning.trials import DOMAINS, GAIN, STEPS, gains, on_whole_steps, once_each, tried_out
 from omni.training.choice_watch import COSTS
 from omni.training.seats import fitting
+from parallel.layout import CONTEXT as ANY_CONTEXT
 from pipeline.costs import simulate
 
 MICROBATCH = 64
@@ -647,6 +649,20 @@ def test_two_virtual_stages_are_chosen_where_none_but_a_lean_schedule_fits(
     assert prepared("model.llm.layers=4", *given).config.layout.llm.vpp == 1, "one stage"
 
 
+@pytest.mark.parametrize("lean, even", [(False, True), (True, False)])
+def test_how_stages_are_cut_is_chosen_under_the_runs_own_schedule(monkeypatch, lean, even):
+    """The schedule that stands in for all takes longer with even stages, and the run's own less."""
+
+    def tried(config, keys, *, make, begin, stands_in=True, **more):
+        is_even = keys[CONTEXT] == ANY_CONTEXT
+        return Tried(keys, 10**6 + (1 if stands_in else -1) * 10**5 * is_even, lean=lean)
+
+    monkeypatch.setattr("omni.planning.choose.tried_out", tried)
+    chosen = prepared("layout=pp2").config.layout.context
+    assert (chosen == ANY_CONTEXT) is even
+    assert even or chosen == 256
+
+
 @pytest.mark.parametrize("beyond, taken", [(1000, False), (996, False), (994, True)])
 def test_of_two_that_do_not_fit_the_other_is_taken_where_it_is_half_a_hundredth_less_beyond(beyond, taken):
     found, best = (Tried({}, 1, "does not fit", bytes) for bytes in (beyond, 1000))
@@ -665,10 +681,12 @@ def test_a_candidate_is_tried_once_whatever_is_known_of_it():
     whole_step = on_whole_steps(once_each(attempt), config, 64)
     first = whole_step({BALANCE: "lpt"}, None, True)
     assert whole_step({BALANCE: "lpt"}) is first
-    assert asked == [({BALANCE: "lpt"}, {"steps": 1, "beside": None, "lean": True})]
+    how = {"steps": 1, "beside": None, "lean": True, "stands_in": True}
+    assert asked == [({BALANCE: "lpt"}, how)]
     whole_step({BALANCE: "none"})
     once_each(attempt)(config, {BALANCE: "lpt"})
     assert len(asked) == 3
+    assert whole_step({BALANCE: "lpt"}, stands_in=False) is not first, "under its own schedule"
 
 
 def test_of_long_steps_as_many_domains_are_planned_as_tell(monkeypatch):
