@@ -1,7 +1,8 @@
 """What a run gets that names no policy, beside policies chosen by hand, on whole samples. Simulated.
 
     python benchmarks/default.py [--layout dp,tp2_pp4,tp8_pp4] [--trace longtail,…] [--ranks 64]
-        [--samples 16] [--seeds 0] [--sets multiplexed,…] [--domains N] [--fits] [--jobs 1] [--quick]
+        [--samples 16] [--seeds 0] [--sets multiplexed,…] [--best RESULTS] [--domains N] [--fits] [--jobs 1]
+        [--quick]
 
 Three layouts on `cluster=h100`, 16 samples a rank of up to 131,072 tokens, none of which is cut: Llama 3 8B
 with a ViT-H on data parallelism alone and over tp 2, pp 4; Llama 3 70B with a ViT of 2.4 B over tp 8, pp 4.
@@ -12,10 +13,15 @@ alike. Traces are `balanced`, `longtail`, the same of at most 32,768 tokens a sa
 
 The figure is the slowest domain's step over all work of all domains / all ranks, as in `whole_step.py`;
 reducing gradients, the same under any policy, is left out. `bound` is the best possible step of the same
-samples in this layout over the same work, whatever shares sequences (`omni/planning/bound.py`). Beside the
-default stand the sets of `BY_HAND`, on the same samples, with attention kept as the default chooses it; one
-that shares none has microbatches that hold the longest. `seconds` are of the CPU, for preparing the run,
-choosing included.
+samples in this layout over the same work, whatever shares sequences (`omni/planning/bound.py`). `seconds` are
+of the CPU, for preparing the run, choosing included.
+
+Beside the default stand `system=multiplexed` and 60 combinations by hand, on the same samples: domains of 1
+to 16 replicas, encoders that share nothing, as much as pays or all, and four schedules, one with packs of
+half as many tokens. Encoders keep what attention puts out where the default may. Where sequences are not
+shared, or by too few ranks, microbatches hold the longest. With `--best` the best five of each layout and
+trace of earlier results stand there again, beside those of `--sets`; such a set is planned up to the first
+domain that takes longer than the default's slowest, and stands for at least that (`>`).
 
 Leaves with 1 where the default takes more than its target (dp 1.08, tp2_pp4 1.15, tp8_pp4 1.12) and more than
 1.04 of the bound, or more than 1.01 times what the best set takes. The last line is JSON.
@@ -28,10 +34,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import islice, product
 from multiprocessing import get_context
-
-from whole_step import measure
+from pathlib import Path
+from typing import Any
 
 from dataloader.tokens import SampleMeta
 from dataloader.trace import all_as, generate
@@ -41,6 +47,7 @@ from omni.planning.choice import text_of
 from omni.planning.cut import cut_of
 from omni.planning.planner import Planner
 from omni.planning.prepare import prepare_run
+from pipeline.causes import unreduced_ns, work_of
 from pipeline.plan import Taken
 
 SAMPLES = 16  # of a rank
@@ -59,23 +66,31 @@ TARGETS = {"dp": 1.08, "tp2_pp4": 1.15, "tp8_pp4": 1.12}
 TRACES = ("longtail", "longtail_32k", "shift_after", "shift_before", "balanced")
 LONGEST = 135_168  # tokens of a sample
 SHORTER = {"longtail_32k": 33_792}
-SHARED = ("llm_sp=dynamic", "encoder_sp=dynamic")
-BY_HAND: dict[str, tuple[str, ...]] = {
-    "multiplexed": ("system=multiplexed",),
-    "domain 8": ("system=multiplexed", "layout.domain=8", *SHARED),
-    "domain 8 auto": ("system=multiplexed", "layout.domain=8", *SHARED, "pipeline=auto"),
-    "domain 2 auto": ("system=multiplexed", "layout.domain=2", *SHARED, "pipeline=auto"),
-    "domain 1 auto": ("system=multiplexed", "pipeline=auto"),
-    "domain 8 all": ("system=multiplexed", "layout.domain=8", "llm_sp=dynamic", "encoder_sp=all"),
+SIZES, ENCODER_SP = (1, 2, 4, 8, 16), ("none", "dynamic", "all")
+SCHEDULES: dict[str, tuple[str, ...]] = {
+    "encode_first": ("pipeline=encode_first",),
+    "joint": ("pipeline=joint",),
+    "auto": ("pipeline=auto",),
+    "halves": ("pipeline=auto", "packing.divisor=2"),
 }
+MULTIPLEXED = "multiplexed"
+COMBINATIONS: dict[str, tuple[str, ...]] = {
+    f"{size} {sharing} {schedule}": (
+        f"system={MULTIPLEXED}", f"layout.domain={size}", f"encoder_sp={sharing}", *keys,
+        *["llm_sp=dynamic"] * (size > 1),
+    )
+    for size, sharing, (schedule, keys) in product(SIZES, ENCODER_SP, SCHEDULES.items())
+}  # fmt: skip
+BY_HAND = {MULTIPLEXED: (f"system={MULTIPLEXED}",), **COMBINATIONS}
 ATTEND_ONCE = "++model.encoders.image.keep_attention=true"  # what holds anything keeps what that saves
 NEAR_BEST, NEAR_BOUND = 1.01, 1.04
+DEFAULT, BEST = "default", 5
 
 
 @dataclass(frozen=True)
 class Row:
     """A set's step over all work / all ranks and that of the bound, its time, what is cut of its tokens, and
-    what was chosen.
+    what was chosen; `part` if only so many domains were planned as show that it takes longer.
     """
 
     over: float
@@ -84,6 +99,11 @@ class Row:
     cut: float
     seconds: float
     chosen: str = ""
+    part: bool = False
+
+
+Rows = dict[str, Row | str]
+"""By set, the default first; or why one cannot be."""
 
 
 def trace_of(name: str, count: int, seed: int) -> list[SampleMeta]:
@@ -96,9 +116,20 @@ def trace_of(name: str, count: int, seed: int) -> list[SampleMeta]:
     return generate(name, count, seed)
 
 
-def row(asked: argparse.Namespace, setting: tuple[str, str, int, str]) -> Row | str:
-    """Prepare, plan and simulate a set on a layout and trace; or why it cannot be."""
-    layout, trace, seed, name = setting
+def cell(asked: argparse.Namespace, setting: tuple[str, str, int, list[str]]) -> Rows:
+    """The default on a layout and trace, and sets by hand beside it."""
+    layout, trace, seed, names = setting
+    own = row(asked, layout, trace, seed, DEFAULT)
+    most_ms = own.step_ms if asked.best and isinstance(own, Row) else None
+    return {DEFAULT: own, **{name: row(asked, layout, trace, seed, name, most_ms) for name in names}}
+
+
+def row(
+    asked: argparse.Namespace, layout: str, trace: str, seed: int, name: str, most_ms: float | None = None
+) -> Row | str:
+    """Prepare, plan and simulate a set on a layout and trace, up to a domain that takes more than `most_ms`;
+    or why it cannot be.
+    """
     keys, count = BY_HAND.get(name, ("system=omni",)), asked.samples * asked.ranks
     own = [
         *LAYOUTS[layout], *keys, f"launch.ranks={asked.ranks}", "data.step_tokens=null",
@@ -120,11 +151,20 @@ def row(asked: argparse.Namespace, setting: tuple[str, str, int, str]) -> Row | 
     except ValueError as error:
         return str(error)
     seconds = time.process_time() - begin
-    found = measure(spec, asked.domains)
-    taken = spec.planner.world.take(0)
+    slowest, work, part = 0, list[int](), False
+    for plan in islice(spec.planner.all_domains(1, 0), asked.domains):
+        spec.planner.verify(plan)
+        slowest = max(slowest, unreduced_ns(plan.domain, spec.table, single_queue=True))
+        work += work_of(plan.domain, spec.table)
+        if part := most_ms is not None and slowest > most_ms * 1e6:
+            break
+    even, taken = sum(work) / len(work), spec.planner.world.take(0)
+    bound = round(bound_ns(spec.planner, taken) / even, 4)
     cut, chosen = cut_of(spec.planner, taken), text_of(spec.choice.keys) if spec.choice else ""
-    bound = round(found.slowest * bound_ns(spec.planner, taken) / (found.step_ms * 1e6), 4)
-    return Row(found.slowest, bound, found.step_ms, round(cut.tokens, 4), round(seconds, 1), chosen)
+    return Row(
+        round(slowest / even, 4), bound, round(slowest / 1e6, 1), round(cut.tokens, 4), round(seconds, 1),
+        chosen, part,
+    )  # fmt: skip
 
 
 def bound_ns(planner: Planner, taken: Taken) -> int:
@@ -137,10 +177,10 @@ def bound_ns(planner: Planner, taken: Taken) -> int:
     return step_bound(metas, own.domain, any_domain=True).ns
 
 
-def missed(table: dict[tuple[str, str, int], dict[str, Row]]) -> Iterator[str]:
-    """Say which targets are missed."""
-    for (layout, trace, seed), rows in table.items():
-        own, where = rows["default"], f"{layout}, {trace}, seed {seed}"
+def missed(table: dict[str, dict[str, Row]]) -> Iterator[str]:
+    """Say which targets are missed; keys are layout, trace, seed."""
+    for where, rows in table.items():
+        own, layout = rows[DEFAULT], where.split(", ")[0]
         most = max(TARGETS[layout], NEAR_BOUND * own.bound)
         if own.over > most:
             yield f"{where}: {own.over:.3f}, at most {most:.3f}"
@@ -149,6 +189,27 @@ def missed(table: dict[tuple[str, str, int], dict[str, Row]]) -> Iterator[str]:
             yield f"{where}: {own.step_ms:,.0f} ms, {best} {rows[best].step_ms:,.0f} ms"
         if own.cut:
             yield f"{where}: {own.cut:.1%} of tokens are cut"
+
+
+def best_by_hand(rows: dict[str, Any]) -> list[str]:
+    """The names of the best combinations of a result's rows; of those that take the same the first."""
+    found = dict[float, str]()
+    for name in sorted(set(rows) & set(COMBINATIONS), key=lambda name: rows[name]["step_ms"]):
+        found.setdefault(rows[name]["step_ms"], name)
+    return list(found.values())[:BEST]
+
+
+def settings_of(asked: argparse.Namespace) -> list[tuple[str, str, int, list[str]]]:
+    """The layouts, traces and seeds to run, each with its sets by hand."""
+    best: dict[str, list[str]] = {}
+    if asked.best:
+        earlier = json.loads(asked.best.read_text())["simulated"]
+        for where, rows in earlier.items():
+            best.setdefault(where.rsplit(", ", 1)[0], best_by_hand(rows))
+    return [
+        (layout, trace, seed, list(dict.fromkeys([*best.get(f"{layout}, {trace}", ()), *asked.sets])))
+        for layout, trace, seed in product(asked.layout, asked.trace, asked.seeds)
+    ]
 
 
 def _names(text: str) -> list[str]:
@@ -163,7 +224,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layout", type=_names, default=list(LAYOUTS))
     parser.add_argument("--trace", type=_names, default=list(TRACES))
     parser.add_argument("--seeds", type=lambda text: list(map(int, text.split(","))), default=[0])
-    parser.add_argument("--sets", type=_names, default=list(BY_HAND), help='by hand; "": the default alone')
+    parser.add_argument("--sets", type=_names, help='by hand; "": the default alone')
+    parser.add_argument("--best", type=Path, help="earlier results, of which the best sets stand again")
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of a rank")
     parser.add_argument("--domains", type=int, help="plan only so many of them")
@@ -172,34 +234,46 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="longtail, multiplexed and one set by hand")
     asked = parser.parse_args()
     if asked.quick:
-        asked.trace, asked.sets = ["longtail"], ["multiplexed", "domain 8"]
+        asked.trace, asked.sets = ["longtail"], [MULTIPLEXED, "8 dynamic encode_first"]
+    elif asked.sets is None:
+        asked.sets = [] if asked.best else list(BY_HAND)
+    if unknown := sorted(set(asked.sets) - set(BY_HAND)):
+        parser.error(f"--sets {','.join(unknown)}: there are {', '.join(BY_HAND)}")
     return asked
 
 
 def main() -> int:
     """Prepare, plan, simulate, print, judge."""
     asked = arguments()
-    table: dict[tuple[str, str, int], dict[str, Row]] = {}
-    settings = list(product(asked.layout, asked.trace, asked.seeds, ["default", *asked.sets]))
+    table: dict[str, dict[str, Row]] = {}
+    settings = settings_of(asked)
     print(
-        f"{'layout':8} {'trace':13} {'seed':>4} {'set':16} {'over':>7} {'bound':>7} {'step ms':>10} "
+        f"{'layout':8} {'trace':13} {'seed':>4} {'set':22} {'over':>7} {'bound':>7} {'step ms':>11} "
         f"{'cut':>6} {'seconds':>8}"
     )
     with get_context("spawn").Pool(asked.jobs) as pool:
-        for setting, found in zip(settings, pool.imap(partial(row, asked), settings), strict=True):
-            layout, trace, seed, name = setting
-            if isinstance(found, str):
-                print(f"{layout:8} {trace:13} {seed:4} {name:16} refused: {found}", flush=True)
-                continue
-            table.setdefault((layout, trace, seed), {})[name] = found
-            figures = f"{found.over:7.3f} {found.bound:7.3f} {found.step_ms:10,.0f} {found.cut:6.1%}"
-            figures += f" {found.seconds:8.1f}"
-            print(f"{layout:8} {trace:13} {seed:4} {name:16} {figures}  {found.chosen}", flush=True)
+        for setting, rows in zip(settings, pool.imap(partial(cell, asked), settings), strict=True):
+            layout, trace, seed, _ = setting
+            for name, found in rows.items():
+                if isinstance(found, str):
+                    print(f"{layout:8} {trace:13} {seed:4} {name:22} refused: {found}", flush=True)
+                    continue
+                table.setdefault(f"{layout}, {trace}, {seed}", {})[name] = found
+                step = f"{'>' * found.part}{found.step_ms:,.0f}"
+                figures = (
+                    f"{found.over:7.3f} {found.bound:7.3f} {step:>11} {found.cut:6.1%} {found.seconds:8.1f}"
+                )
+                print(f"{layout:8} {trace:13} {seed:4} {name:22} {figures}  {found.chosen}", flush=True)
     problems = list(missed(table))
     for problem in problems:
         print(f"missed: {problem}")
     result = {
-        ", ".join(map(str, key)): {name: vars(of) for name, of in rows.items()} for key, rows in table.items()
+        where: {
+            name: vars(rows[name])
+            for name in (DEFAULT, MULTIPLEXED, *best_by_hand({name: vars(of) for name, of in rows.items()}))
+            if name in rows
+        }
+        for where, rows in table.items()
     }
     print(json.dumps({"benchmark": "default", "simulated": result, "missed": problems}))
     return int(bool(problems))
