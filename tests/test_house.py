@@ -25,8 +25,6 @@ GIVEN_ALL = {
     *(f"choice.{name}" for name in ("_computes_anew", "_of_encoders", "_of_layout", "as_saved", "chosen")),
     "choice.continued",
     *(f"choice.{name}" for name in ("open_keys", "opened", "reopened", "unchosen", "value_of", "with_keys")),
-    "choose._search_all",
-    "policy_search.search_policies",
     *(f"room.{name}" for name in ("cut_of_longer", "domain_sizes", "samples_of_step", "shortened")),
     *(f"trials.{name}" for name in ("_simulated", "on_whole_steps", "once", "tried_out")),
     *(f"layout_question.{name}" for name in ("_is_set", "question_of", "resolve")),

@@ -45,11 +45,10 @@ from omni.planning.choice import (
     with_keys,
 )
 from omni.planning.host_memory import may_keep, most_sent
-from omni.planning.policy_search import DIVISORS, search_policies
+from omni.planning.policy_search import DIVISORS, SearchSpace, search_policies
 from omni.planning.room import cut_of_longer, domain_sizes, lengths_of
 from omni.planning.run_spec import RunSpec
 from omni.planning.trials import GAIN, Make, Try, as_beside, gains, on_whole_steps, once_each, tried_out
-from ops.ints import Ints
 from parallel.layout import CONTEXT as ANY_CONTEXT
 from parallel.layout import MOST_ZERO
 from parallel.work import FP32, virtual_stage_name
@@ -78,27 +77,20 @@ def choose(
     sizes, held = domain_sizes(config, start, lengths)
     if longest is None:
         longest, cut = held, cut_of_longer(config, lengths, held)
-    best, tried = _search_all(config, keys, start, sizes, longest, lengths, attempt)
+    space = SearchSpace(config, keys, start, sizes, longest, lengths, attempt)
+    best, tried = _search_all(space)
     budget = config.data.microbatch_tokens or PASS_TOKENS
     if best.refused and LONGEST in keys and longest > budget:  # samples that a rank holds alone may fit
         sizes, _ = domain_sizes(config, start, np.minimum(lengths, budget))
         longest, cut = budget, cut_of_longer(config, lengths, budget)
-        best, tried = _search_all(config, keys, start, sizes, longest, lengths, attempt)
+        best, tried = _search_all(replace(space, sizes=sizes, longest=longest))
     own = {**best.keys, **({LONGEST: longest} if LONGEST in keys else {})}
     choice = RunChoice(own, best, tried, cut, again=config.choice.ranks)
     return replace(make(chosen(config, own, ranks)), choice=choice)
 
 
 # long: one key is settled after the other
-def _search_all(
-    config: Config,
-    keys: Sequence[str],
-    start: RunSpec,
-    sizes: Sequence[int],
-    longest: int,
-    lengths: Ints,
-    attempt: Try,
-) -> tuple[Tried, list[Tried]]:
+def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
     """Search by what passes keep and what of the LLM is divided, if these are open: the usual; where none
     fits, with weights and gradients divided (ZeRO-3), if that may free enough; where the best candidate does
     not fit as it is, or not with other packs, what holds least, inputs of encoders' layers on the host among
@@ -108,25 +100,26 @@ def _search_all(
     out, with what encoders' layers keep on the host if need be; and where no schedule but a lean one fits
     then, whether two virtual stages on a rank leave less bubble, of smaller packs if these hold too much.
     """
+    config, keys, start, sizes = space.config, space.keys, space.start, space.sizes
     usual, least, quickest = recomputed(config.model.llm)
     sent = {key: count for key, count in most_sent(start).items() if key in keys}
     stays, kept = dict.fromkeys(sent, 0), [key for key in may_keep(start) if key in keys]
     plain = {**stays, **dict.fromkeys(kept, False)}
     as_usual = {RECOMPUTE: usual, **plain}
-    best, tried = search_policies(config, keys, start, sizes, longest, lengths, attempt, as_usual)
+    best, tried = search_policies(space, as_usual)
     pools = [size for size in sizes if size * start.arrangement.llm.cp > 1] if ZERO in keys else []
     freed = _freed(start)
 
     def tries(keeping: Keys, zero: int) -> None:
         nonlocal best
         own, fixed = pools if zero > 1 else sizes, {**keeping, ZERO: zero}
-        other, others = search_policies(config, keys, start, own, longest, lengths, attempt, fixed)
+        other, others = search_policies(replace(space, sizes=own), fixed)
         tried.extend(others)
         best = other if gains(other, best) else best
 
     if best.refused and pools and best.beyond < freed:
         tries(as_usual, MOST_ZERO)
-    whole_step = on_whole_steps(attempt, config, longest)
+    whole_step = on_whole_steps(space.attempt, config, space.longest)
     may_interleave = (
         VPP in keys
         and start.policies["pipeline"].vpp is None

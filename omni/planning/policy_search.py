@@ -6,6 +6,7 @@ before: what gains only together is not found.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -58,22 +59,31 @@ DIVISORS = (2, 4, 8, 16)  # of a microbatch's tokens, that packs have: smaller o
 _FIRST, _SECOND = ({key: names[place] for key, names in POLICIES.items()} for place in (0, 1))
 
 
+@dataclass(frozen=True)
+class SearchSpace:
+    """What candidates may be: those of a configuration with the open `keys`, whose run as it is would be
+    `start`, in domains of `sizes`, for samples of at most `longest` tokens, of which the first have `lengths`
+    [n]. Each is tried by `attempt`.
+    """
+
+    config: Config
+    keys: Sequence[str]
+    start: RunSpec
+    sizes: Sequence[int]
+    longest: int
+    lengths: Ints
+    attempt: Try
+
+
 # long: keys are searched one after the other, each at the best of those before
-def search_policies(
-    config: Config,
-    keys: Sequence[str],
-    start: RunSpec,
-    sizes: Sequence[int],
-    longest: int,
-    lengths: Ints,
-    attempt: Try,
-    fixed: Keys,
-) -> tuple[Tried, list[Tried]]:
+def search_policies(space: SearchSpace, fixed: Keys) -> tuple[Tried, list[Tried]]:
     """Try sizes of domains, without and with sharing; at the best of them sharing less; then other policies;
     with keys that are `fixed`.
 
     Returns the best candidate and all. A single one is not simulated.
     """
+    config, keys, start, sizes = space.config, space.keys, space.start, space.sizes
+    longest, lengths, attempt = space.longest, space.lengths, space.attempt
     short, given = shortened(config, start, lengths, longest), config.data.microbatch_tokens
     cuts = may_be_cut(value_of(config, LLM_SP))
     samples = samples_of_step(config, lengths, longest) // start.arrangement.llm.dp

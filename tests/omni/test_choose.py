@@ -36,7 +36,7 @@ from omni.planning.cut import cut_of
 from omni.planning.fullest import fullest_rank
 from omni.planning.host_memory import most_on_host
 from omni.planning.planner import Planner
-from omni.planning.policy_search import _of_best_size, _packed, search_policies
+from omni.planning.policy_search import SearchSpace, _of_best_size, _packed, search_policies
 from omni.planning.prepare import prepare_run
 from omni.planning.room import mean_context
 from omni.planning.trials import DOMAINS, GAIN, STEPS, gains, on_whole_steps, once_each, tried_out
@@ -777,9 +777,8 @@ def test_a_balance_that_gains_in_a_short_step_is_asked_about_a_whole_one(samples
         other = 110 if steps == 1 else 90
         return Tried(keys, 10**6 * (other if keys[BALANCE] == "lpt" else 100))
 
-    searched = search_policies(
-        config, open_keys(config), prepared(), [1], MICROBATCH, np.full(8, 9), attempt, {}
-    )
+    space = SearchSpace(config, open_keys(config), prepared(), [1], MICROBATCH, np.full(8, 9), attempt)
+    searched = search_policies(space, {})
     assert searched[0].keys[BALANCE] == chosen
 
 
