@@ -55,7 +55,8 @@ Keys = Mapping[str, Any]
 @dataclass(frozen=True)
 class Tried:
     """A candidate: its keys, the simulated nanoseconds of a step, why it cannot be, if so, and the bytes that
-    a rank would hold `beyond` its device's memory; and whether no schedule but a `lean` one fits.
+    a rank would hold `beyond` its device's memory, less than 0 if it fits; and whether no schedule but a
+    `lean` one does.
     """
 
     keys: Keys

@@ -130,7 +130,7 @@ def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
         """Whether attention is kept, whether stages are cut by what attention costs in them, under the run's
         own schedule, and whether ranks have several virtual stages.
         """
-        found, others = _attending_once(best, kept, sent, whole_step)
+        found, others = _attending_once(best, kept, sent, whole_step, start.cluster.memory_bytes)
         if not found.refused and found.keys.get(CONTEXT, ANY_CONTEXT) != ANY_CONTEXT:
             # Late stages wait for their first pass, and encode meanwhile if the schedule is joint.
             as_run = whole_step if found.lean else partial(whole_step, stands_in=False)
@@ -170,16 +170,17 @@ def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
 
 
 def _attending_once(
-    best: Tried, kept: Sequence[str], sent: Keys, whole_step: Try
+    best: Tried, kept: Sequence[str], sent: Keys, whole_step: Try, memory: int | None
 ) -> tuple[Tried, list[Tried]]:
     """Try a candidate whose layers that are made anew keep what attention puts out, by the keys `kept` one
     after the other; with what encoders' layers keep `sent` to the host where it does not fit otherwise, or no
-    schedule but a lean one. It must gain twice as much as others: what holds more leaves less room to the
-    schedule, for which one stands here.
+    schedule but a lean one. It must gain twice as much as others where ranks hold more than half of their
+    device's `memory`: what holds more leaves less room to the schedule, for which one stands here.
     """
     tried = list[Tried]()
     for key in kept:
-        best, other = _changed(best, {key: True}, whole_step, 2 * GAIN)
+        gain = 0 if memory and 2 * whole_step(best.keys).beyond < -memory else 2 * GAIN
+        best, other = _changed(best, {key: True}, whole_step, gain)
         tried.append(other)
         if (other.refused or other.lean) and sent and not any(best.keys[own] for own in sent):
             best, other = _changed(best, {key: True, **sent}, whole_step, 2 * GAIN, holds_more=False)

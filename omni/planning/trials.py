@@ -75,7 +75,7 @@ def _simulated(
         spec = make(config)
     except ValueError as error:
         return Tried(keys, refused=str(error))
-    total, seen, beyond, refused = 0, 0, 0, ""
+    total, seen, beyond, refused = 0, 0, -(spec.cluster.memory_bytes or 0), ""
     first, cursor = begin
     for count in range(1, steps + 1):
         slowest = 0
