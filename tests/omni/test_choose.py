@@ -31,7 +31,7 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import _changed
+from omni.planning.choose import _attending_once, _changed
 from omni.planning.cut import cut_of
 from omni.planning.fullest import fullest_rank
 from omni.planning.host_memory import most_on_host
@@ -283,6 +283,20 @@ def test_what_attention_of_an_encoder_puts_out_is_kept_where_that_fits_and_gains
     assert value_of(compose_saved(chosen.config, [])[0], keep) is True
     gone, _ = compose_saved(chosen.config, ["~model.encoders.image"])
     assert keep not in gone.choice.keys
+
+
+@pytest.mark.parametrize(
+    "held, step_ns, kept", [(40, 999, True), (40, 1000, False), (60, 991, False), (60, 989, True)]
+)
+def test_attention_is_kept_on_any_gain_where_devices_are_half_empty(held, step_ns, kept):
+    """Devices have 100 bytes; without it a step takes 1,000 ns."""
+
+    def whole_step(own, beside=None, lean=False):
+        return Tried(own, step_ns if own["keep"] else 1000, beyond=held - 100)
+
+    best, others = _attending_once(Tried({"keep": False}, 1000), ["keep"], {}, whole_step, 100)
+    assert best.keys["keep"] is kept
+    assert len(others) == 1
 
 
 @pytest.mark.parametrize("now, other, goes", [(1000, 1000, False), (1000, 1004, False), (1000, 1006, True)])
