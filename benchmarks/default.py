@@ -184,6 +184,9 @@ def bound_ns(planner: Planner, taken: Taken) -> int:
 def missed(table: dict[str, dict[str, Row]]) -> Iterator[str]:
     """Say which targets are missed; keys are layout, trace, seed."""
     for where, rows in table.items():
+        if DEFAULT not in rows:
+            yield f"{where}: the default is refused"
+            continue
         own, layout = rows[DEFAULT], where.split(", ")[0]
         most = max(TARGETS[layout], NEAR_BOUND * own.bound)
         if own.over > most:
@@ -234,7 +237,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=SAMPLES, help="of a rank")
     parser.add_argument("--domains", type=int, help="plan only so many of them")
     parser.add_argument("--fits", action="store_true", help="on GPUs that hold what they do")
-    parser.add_argument("--jobs", type=int, default=1, help="processes, each a set")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each a layout, trace and seed")
     parser.add_argument("--quick", action="store_true", help="longtail, multiplexed and one set by hand")
     asked = parser.parse_args()
     if asked.quick:
