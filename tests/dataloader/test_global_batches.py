@@ -183,3 +183,30 @@ def test_lengths_of_a_trace_are_those_of_its_samples_as_they_are_kept(policy):
         kept = [fit(trace[i], budget, "drop" if policy == "error" else policy) for i in ids]
         expected = [0 if meta is None else length(meta) for meta in kept]
         assert samples.lengths("trace", ids, budget, policy).tolist() == expected
+
+
+def test_items_of_a_trace_are_those_of_its_samples_in_any_order():
+    rng = np.random.default_rng(0)
+    trace = [
+        SampleMeta(
+            n,
+            "trace",
+            4,
+            tuple(
+                ItemMeta("image" if rng.random() < 0.5 else "audio", int(rng.integers(1, 99)), 1, 3, ())
+                for _ in range(int(rng.integers(0, 4)))
+            ),
+            9,
+        )
+        for n in range(40)
+    ]
+    ids = np.array([39, 7, 7, 0, *rng.permutation(40)])
+    found = in_order(trace).items("trace", ids)
+    for modality in ("image", "audio"):
+        expected = [
+            (place, item.tokens)
+            for place, n in enumerate(ids.tolist())
+            for item in trace[n].items
+            if item.modality == modality
+        ]
+        assert list(zip(*(column.tolist() for column in found[modality]), strict=True)) == expected
