@@ -97,8 +97,9 @@ def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
     it, in domains of any size again, since where none fits large ones look best; at the best of these what
     takes less in passes that are no longer than a pack, of other packs; if it has the usual, what takes
     least; whether encoders' inputs stay or go; whether layers that are made anew keep what attention puts
-    out, with what encoders' layers keep on the host if need be; and where no schedule but a lean one fits
-    then, whether two virtual stages on a rank leave less bubble, of smaller packs if these hold too much.
+    out, with what encoders' layers keep on the host if need be; whether even stages of the LLM take less; and
+    where no schedule but a lean one fits then, whether two virtual stages on a rank leave less bubble, of
+    smaller packs if these hold too much.
     """
     config, keys, start, sizes = space.config, space.keys, space.start, space.sizes
     usual, least, quickest = recomputed(config.model.llm)
