@@ -140,8 +140,10 @@ def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
         if found.lean and may_interleave:
             found, other = _changed(found, {VPP: STAGES}, whole_step)
             others.append(other)
-            if other.refused and PACKS in found.keys:
-                smaller = {VPP: STAGES, PACKS: STAGES * found.keys[PACKS]}
+            packs = STAGES * found.keys.get(PACKS, 0)
+            least = min((each.keys[PACKS] for each in tried if PACKS in each.keys), default=0)
+            if other.refused and 0 < packs <= DIVISORS[-1] * least:
+                smaller = {VPP: STAGES, PACKS: packs}
                 found, other = _changed(found, smaller, whole_step)
                 others.append(other)
         return found, tried + others
