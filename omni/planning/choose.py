@@ -6,7 +6,7 @@ and sharing are searched together, then one key after the other: what gains only
 is prepared as a run is, and the planner and simulator of its steps say what its first steps would take: those
 of the domains that samples load most; of steps with more than `A_REPLICA` samples a replica, with so many.
 Longer steps even out by themselves: the best size of domains is compared on a whole one with the next smaller
-size that gained, unless it is far better.
+size that gained, and so is that if it is as good.
 Candidates, steps, domains and samples are bounded by count and nothing by time, so the same configuration,
 data and ranks give the same choice on any machine. A run that goes on may be told to choose again, by its
 next steps.
@@ -48,7 +48,17 @@ from omni.planning.host_memory import may_keep, most_sent
 from omni.planning.policy_search import DIVISORS, SearchSpace, search_policies
 from omni.planning.room import cut_of_longer, domain_sizes, lengths_of
 from omni.planning.run_spec import RunSpec
-from omni.planning.trials import GAIN, Make, Try, as_beside, gains, on_whole_steps, once_each, tried_out
+from omni.planning.trials import (
+    GAIN,
+    Make,
+    Try,
+    as_beside,
+    gains,
+    half_empty,
+    on_whole_steps,
+    once_each,
+    tried_out,
+)
 from parallel.layout import CONTEXT as ANY_CONTEXT
 from parallel.layout import MOST_ZERO
 from parallel.work import FP32, virtual_stage_name
@@ -182,7 +192,7 @@ def _attending_once(
     """
     tried = list[Tried]()
     for key in kept:
-        gain = 0 if memory and 2 * whole_step(best.keys).beyond < -memory else 2 * GAIN
+        gain = 0 if half_empty(whole_step(best.keys), memory) else 2 * GAIN
         best, other = _changed(best, {key: True}, whole_step, gain)
         tried.append(other)
         if (other.refused or other.lean) and sent and not any(best.keys[own] for own in sent):

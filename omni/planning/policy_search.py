@@ -177,11 +177,14 @@ def _of_best_size(
         if worse == WORSE:
             break
     assert best is not None
-    if samples > A_REPLICA and len(gained) > 1 and not gains(best, gained[-2], LARGE_GAIN):
-        smaller, now, then = gained[-2], whole_step(best.keys), whole_step(gained[-2].keys)
-        if not gains(now, then):
-            return smaller, [as_beside(smaller, then, now)]
-    return best, []
+    others = list[Tried]()
+    while samples > A_REPLICA and len(gained) > 1 and not best.refused:
+        *gained, larger = gained
+        smaller, now, then = gained[-1], whole_step(larger.keys), whole_step(gained[-1].keys)
+        if gains(now, then):
+            break
+        best, others = smaller, [*others, as_beside(smaller, then, now)]
+    return best, others
 
 
 def _packed(starts: Sequence[Tried], whole_step: Try, staged: bool) -> tuple[Tried, list[Tried]]:

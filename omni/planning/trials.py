@@ -43,9 +43,9 @@ def tried_out(
     """Simulate the first steps of a candidate, in the domains that samples load most. Once one of them shows
     that it gains nothing `beside` another candidate of as many steps, no further one is planned.
 
-    Where the schedule follows step by step, one `stands_in` for all: that which is quick to plan and seldom
-    far from the best, or if a device cannot hold it, or is known not to (`lean`), that which holds least, in
-    as few rounds as it can.
+    Where the schedule follows step by step, one `stands_in` for all: ZB-H1, or if that leaves devices half
+    empty, so that they hold twice as many microbatches, ZB-H2. If a device cannot hold the former, or is
+    known not to (`lean`), that which holds least, in as few rounds as it can.
     """
     pipeline, vpp = config.pipeline, config.layout.llm.vpp or 1
     attempt = partial(_simulated, keys=keys, make=make, begin=begin, steps=steps, beside=beside)
@@ -60,6 +60,8 @@ def tried_out(
     if lean:
         return replace(attempt(least), lean=True)
     quick = attempt(with_keys(config, {SCHEDULE: "zero_bubble_h1", ROUNDS: pipeline.rounds or 1}))
+    if half_empty(quick, config.cluster.memory_bytes):
+        return attempt(with_keys(config, {SCHEDULE: "zero_bubble_h2", ROUNDS: pipeline.rounds or 1}))
     if not quick.refused:
         return quick
     other = replace(attempt(least), lean=True)
@@ -106,6 +108,11 @@ def _first_plans(spec: RunSpec, step: int, cursor: int) -> Iterator[tuple[StepPl
         samples += len(plan.domain.samples)
         if count >= least and samples >= enough:
             break
+
+
+def half_empty(tried: Tried, memory: int | None) -> bool:
+    """Whether a candidate leaves half of a device's memory, if it is known what that is."""
+    return memory is not None and 2 * tried.beyond < -memory
 
 
 def gains(found: Tried, best: Tried, gain: float = GAIN) -> bool:
