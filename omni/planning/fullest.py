@@ -85,9 +85,10 @@ def _peak(spec: Workload, plan: StepPlan, work: RankWork) -> Peak:
     return Peak(plan, work.domain_rank, work.rank, *model_peak(spec, work))
 
 
-def beyond(spec: Workload, table: CostTable, plan: StepPlan) -> int:
+def beyond(spec: Workload, table: CostTable, plan: StepPlan, closely: bool) -> int:
     """Return how many bytes the fullest rank of a plan's domain would hold beyond what its device can, or
-    beyond its share of the host's memory, at most 0 if it fits; nothing where these are not known.
+    beyond its share of the host's memory, at most 0 if it fits; nothing where these are not known. Looked at
+    `closely`, all ranks are asked where those that are likely the fullest have nearly that.
     """
     device, host = spec.cluster.memory_bytes, spec.cluster.host_bytes
     sends = host is not None and any(cost.copies for cost in table.parts.values())
@@ -97,15 +98,15 @@ def beyond(spec: Workload, table: CostTable, plan: StepPlan) -> int:
     more = []
     if device is not None:
         peaks = (_peak(spec, plan, work).bytes for work in works)
-        more.append(_over(device, max(peaks), lambda: fullest_rank(spec, [plan]).bytes))
+        more.append(_over(device, max(peaks), closely, lambda: fullest_rank(spec, [plan]).bytes))
     if host is not None and sends:
-        more.append(_over(host, max(map(model_host, works)), lambda: most_on_host(spec, table, plan)))
+        likely = max(map(model_host, works))
+        more.append(_over(host, likely, closely, lambda: most_on_host(spec, table, plan)))
     return max(more)
 
 
-def _over(most: int, likely: int, of_all: Callable[[], int]) -> int:
-    """The bytes beyond `most`: all ranks are asked only where the likely ones have nearly that."""
-    return (of_all() if CLEARLY * most < likely <= most else likely) - most
+def _over(most: int, likely: int, closely: bool, of_all: Callable[[], int]) -> int:
+    return (of_all() if closely and CLEARLY * most < likely <= most else likely) - most
 
 
 def likely_held(spec: Workload, table: CostTable, plan: StepPlan) -> int:

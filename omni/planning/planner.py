@@ -33,7 +33,7 @@ def _anything(plan: StepPlan) -> None:
     """Admit a plan."""
 
 
-def _nothing(plan: StepPlan) -> int:
+def _nothing(plan: StepPlan, closely: bool) -> int:
     """Say that a plan fits."""
     return 0
 
@@ -44,8 +44,8 @@ class Planner:
 
     `frozen` tells the components frozen at a step; `share` says how components share sequences by a cost
     table. `beyond` tells how many bytes the fullest rank of a plan's domain holds beyond what its device
-    can, at most 0 if it fits. Of the candidates of a schedule that fit, that of least simulated time is
-    taken; if none fits, the plan that is least beyond.
+    can, at most 0 if it fits, of likely ranks alone or closely. Of the candidates of a schedule that fit,
+    that of least simulated time is taken; if none fits, the plan that is least beyond.
     `admit` refuses a plan that breaks no rule, but that whoever plans cannot run.
     """
 
@@ -54,7 +54,7 @@ class Planner:
     domain: DomainPlanner
     frozen: Callable[[int], tuple[str, ...]]
     share: Callable[[CostTable], Mapping[str, Sharing]]
-    beyond: Callable[[StepPlan], int] = _nothing
+    beyond: Callable[[StepPlan, bool], int] = _nothing
     admit: Callable[[StepPlan], None] = _anything
 
     def with_table(self, table: CostTable) -> "Planner":
@@ -222,12 +222,12 @@ class Planner:
             group.costs.take(mine),
             frozen,
             train,
-            lambda domain: self.beyond(plan_of(domain)),
+            lambda domain: self.beyond(plan_of(domain), False),
         )
         plans = map(plan_of, candidates)
         seen = []
         for plan in plans:
-            more = self.beyond(plan) if train else 0
+            more = self.beyond(plan, True) if train else 0
             seen.append((plan, more))
             if more <= 0:
                 break

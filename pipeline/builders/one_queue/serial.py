@@ -42,8 +42,6 @@ WITHIN, BETWEEN = 1, 2
 two. In eleven domains of a tp2·pp4, before the jump, half waits within passes were better in seven.
 """
 
-NEAR = 1.01  # of the fastest order: slower ones are not tried with other places of reductions
-
 
 def serialise(
     domain: DomainPlan, compute_ns: ComputeCost, message_ns: MessageCost, before_ns: ComputeCost = nothing
@@ -84,15 +82,12 @@ def ordered(timeline: Timeline, before_ns: ComputeCost = nothing) -> tuple[Seque
     if len(tried) == 1 and not (carries or goes_behind):
         return tried[0]
     timed = [(_takes(*each), each) for each in tried]
-    most = NEAR * min(ns for ns, _ in timed)
-    for ns, (moves, orders) in tuple(timed):
-        if ns > most:
-            continue
-        if carries and (amid := reduced_amid(moves, orders)) is not None:
-            timed.append((_takes(moves, amid), (moves, amid)))
-        if goes_behind:
-            early = reduced_early(moves, orders)
-            timed.append((_takes(moves, early), (moves, early)))
+    _, (moves, orders) = min(timed, key=itemgetter(0))
+    if carries and (amid := reduced_amid(moves, orders)) is not None:
+        timed.append((_takes(moves, amid), (moves, amid)))
+    if goes_behind:
+        early = reduced_early(moves, orders)
+        timed.append((_takes(moves, early), (moves, early)))
     return min(timed, key=itemgetter(0))[1]
 
 
