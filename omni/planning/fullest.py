@@ -85,7 +85,7 @@ def _peak(spec: Workload, plan: StepPlan, work: RankWork) -> Peak:
     return Peak(plan, work.domain_rank, work.rank, *model_peak(spec, work))
 
 
-def beyond(spec: Workload, table: CostTable, plan: StepPlan, closely: bool) -> int:
+def beyond(spec: Workload, table: CostTable, plan: StepPlan, closely: bool = True) -> int:
     """Return how many bytes the fullest rank of a plan's domain would hold beyond what its device can, or
     beyond its share of the host's memory, at most 0 if it fits; nothing where these are not known. Looked at
     `closely`, all ranks are asked where those that are likely the fullest have nearly that.

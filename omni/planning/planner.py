@@ -12,6 +12,7 @@ ranks that share a level compose it from the same arguments and get the same.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
+from typing import Protocol
 
 import numpy as np
 
@@ -33,7 +34,14 @@ def _anything(plan: StepPlan) -> None:
     """Admit a plan."""
 
 
-def _nothing(plan: StepPlan, closely: bool) -> int:
+class Beyond(Protocol):
+    """Tells of what ranks hold."""
+
+    def __call__(self, plan: StepPlan, closely: bool = True) -> int:
+        """Return the bytes that a plan's fullest rank holds beyond what it can: closely, or of likely ranks."""
+
+
+def _nothing(plan: StepPlan, closely: bool = True) -> int:
     """Say that a plan fits."""
     return 0
 
@@ -54,7 +62,7 @@ class Planner:
     domain: DomainPlanner
     frozen: Callable[[int], tuple[str, ...]]
     share: Callable[[CostTable], Mapping[str, Sharing]]
-    beyond: Callable[[StepPlan, bool], int] = _nothing
+    beyond: Beyond = _nothing
     admit: Callable[[StepPlan], None] = _anything
 
     def with_table(self, table: CostTable) -> "Planner":
@@ -222,12 +230,12 @@ class Planner:
             group.costs.take(mine),
             frozen,
             train,
-            lambda domain: self.beyond(plan_of(domain), False),
+            lambda domain: self.beyond(plan_of(domain), closely=False),
         )
         plans = map(plan_of, candidates)
         seen = []
         for plan in plans:
-            more = self.beyond(plan, True) if train else 0
+            more = self.beyond(plan) if train else 0
             seen.append((plan, more))
             if more <= 0:
                 break

@@ -340,7 +340,7 @@ def test_weights_are_divided_where_nothing_else_fits():
 
 def test_what_holds_least_is_tried_in_domains_of_any_size(monkeypatch):
     monkeypatch.setattr(
-        "omni.planning.prepare.beyond", lambda spec, table, plan: 10**6 // plan.domain.num_ranks
+        "omni.planning.prepare.beyond", lambda *of, closely=True: 10**6 // of[2].domain.num_ranks
     )
     keys = (
         "model.llm.recompute=auto",
@@ -726,7 +726,9 @@ def test_of_long_steps_as_many_domains_are_planned_as_tell(monkeypatch):
 def test_a_candidate_that_does_not_fit_in_a_domain_is_planned_in_no_other():
     spec = prepared("layout.domain=1", "cluster.memory_bytes=1000000000000", trace=trace_of())
     seen = []
-    spec = replace(spec, planner=replace(spec.planner, beyond=lambda plan: seen.append(plan.number) or 1))
+    spec = replace(
+        spec, planner=replace(spec.planner, beyond=lambda plan, closely=True: seen.append(plan.number) or 1)
+    )
     found = tried_out(spec.config, {}, lambda config: spec, (1, 0), steps=1)
     assert len(set(seen)) == 1
     assert (found.beyond, bool(found.refused)) == (1, True)

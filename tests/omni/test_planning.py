@@ -352,7 +352,7 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
     refused = ["zero_bubble_h1_5", "joint_zero_bubble_h1_5"]  # tried where those of H2 do not fit
 
     def taken():
-        fitting = replace(own, beyond=lambda plan: int(plan.domain.schedule in refused))
+        fitting = replace(own, beyond=lambda plan, closely=True: int(plan.domain.schedule in refused))
         return fitting.next_step(1, 0, 0).domain
 
     makespans = []
@@ -364,7 +364,7 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
     assert makespans == sorted(makespans)
     assert sorted(refused[2:]) == sorted(policy.name for policy in candidates_of(AUTO, 1, 4))
     held = {name: 9 - (name == refused[4]) for name in refused}
-    own = replace(own, beyond=lambda plan: held.get(plan.domain.schedule, 10))
+    own = replace(own, beyond=lambda plan, closely=True: held.get(plan.domain.schedule, 10))
     least = own.next_step(1, 0, 0).domain
     assert least.schedule == refused[4], "where none fits, the one that holds least goes on to be refused"
 
@@ -386,7 +386,7 @@ def test_where_no_candidate_fits_a_step_has_as_few_rounds_as_do(pp):
         return max(peak.bytes for peak in peaks(of_eye, kept))
 
     def planned(most):
-        return replace(own, beyond=lambda plan: ceil(held(plan) - most)).next_step(1, 0, 0)
+        return replace(own, beyond=lambda plan, closely=True: ceil(held(plan) - most)).next_step(1, 0, 0)
 
     quickest = own.next_step(1, 0, 0)
     assert quickest.domain.rounds == 1
@@ -424,7 +424,7 @@ def test_auto_holds_half_as_much_more_where_twice_the_activations_do_not_fit():
     def most(plan):
         return max(held_at_most(ops)[part] for part, ops in enumerate(plan.domain.ops[:4]))
 
-    chosen = replace(own, beyond=lambda plan: most(plan) - 5).next_step(1, 0, 0)
+    chosen = replace(own, beyond=lambda plan, closely=True: most(plan) - 5).next_step(1, 0, 0)
     assert chosen.domain.schedule in ("zero_bubble_h1_5", "joint_zero_bubble_h1_5")
     assert most(chosen) == 5
     own.verify(chosen)

@@ -281,7 +281,7 @@ def test_items_are_encoded_at_once_round_by_round_where_devices_hold_no_more(sch
     """Rounds of at most two of four microbatches fit."""
     made = keeping(heavy_step(schedule))
     room = most_encoded(made.next_step(1, 0, 0)) // 2 + 1
-    made = replace(made, beyond=lambda plan: most_encoded(plan) - room)
+    made = replace(made, beyond=lambda plan, closely=True: most_encoded(plan) - room)
 
     def waves(**of_domain: object) -> int:
         return max(waves_of(replace(made, domain=replace(made.domain, **of_domain))))
@@ -295,7 +295,7 @@ def test_what_is_shared_at_once_comes_in_portions_where_layers_cannot_work_with_
     """Portions of a third of the tokens fit, or rounds of so many: the former take less time."""
     made = keeping(heavy_step(schedule), working=1)
     room = most_encoded(made.next_step(1, 0, 0)) // 3
-    made = replace(made, beyond=lambda plan: most_encoded(plan) - room)
+    made = replace(made, beyond=lambda plan, closely=True: most_encoded(plan) - room)
     plan = made.next_step(1, 0, 0)
     made.verify(plan)
     assert most_encoded(plan) <= room
@@ -308,7 +308,7 @@ def test_more_rounds_or_portions_are_not_tried_where_fewer_brought_nothing():
     """Something else than encoders is always 100 tokens beyond: a step is planned once, and once divided."""
     made, asked = keeping(heavy_step("encode_first"), working=1), list[tuple[int, int]]()
 
-    def beyond(plan: StepPlan) -> int:
+    def beyond(plan: StepPlan, closely: bool = True) -> int:
         asked.append((plan.domain.rounds, len(plan.domain.encoder_batches)))
         return 100
 
