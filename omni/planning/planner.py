@@ -38,7 +38,7 @@ class Beyond(Protocol):
     """Tells of what ranks hold."""
 
     def __call__(self, plan: StepPlan, closely: bool = True) -> int:
-        """Return the bytes that a plan's fullest rank holds beyond what it can: closely, or of likely ranks."""
+        """Return the bytes a plan's fullest rank holds beyond what it can: closely, or of likely ranks."""
 
 
 def _nothing(plan: StepPlan, closely: bool = True) -> int:
