@@ -27,11 +27,13 @@ def quickest_first(
     queued: Callable[[DomainPlan], DomainPlan],
     table: CostTable,
     single_queue: bool,
-) -> Iterator[DomainPlan]:
+) -> Iterator[tuple[DomainPlan, int]]:
     """Yield plans that are not beyond what devices hold in the order of their simulated times; then leaner
     plans that are not, and of those that are the one that is least, all with the lists that `queued` makes of
-    them. The quickest candidate that fits is planned in other orders, too. One that does not fit is planned
-    otherwise; leaner plans are made of all that do not, quicker ones first: `replanning` makes them.
+    them, and with the bytes that they are beyond. The quickest candidate that fits is planned in other
+    orders, too. One that does not fit is planned otherwise; leaner plans are made of all that do not, quicker
+    ones first: `replanning` makes them. Likely ranks are asked what a plan holds, and all that matter once it
+    has its lists.
     """
     runs = [run_freely(each, *plan_costs(each, table)) for each in planned]
     queue = [(free.makespan_ns, at, False, free.domain) for at, free in enumerate(runs)]
@@ -45,26 +47,31 @@ def quickest_first(
 
     while queue:
         _, at, is_made, made = heappop(queue)
-        if is_made:
-            yield made
-        elif (more := replanning.beyond(made)) > 0:
-            others.append((more, made))
-            if not ordered:
-                refused.append((made, more))
-                consider(replanning.otherwise(made, more))
+        more = replanning.beyond(made, is_made)
+        if more > 0:
+            others.append((more, runs[at].domain))
+            if is_made or not ordered:
+                refused.append((runs[at].domain, more))
+                consider(replanning.otherwise(runs[at].domain, more))
+        elif is_made:
+            yield made, more
         else:
             if not ordered:
                 ordered = True
                 consider(replanning.in_other_orders(made))
             ns, made = _queued(runs[at], table, single_queue)
             heappush(queue, (int((1 - SLIGHT) * ns), at, True, made))
-    for made, more in replanning.leaner(refused):
+    for plan, more in replanning.leaner(refused):
+        if more <= 0:
+            made = queued(plan)
+            more = replanning.beyond(made, True)
+            if more <= 0:
+                yield made, more
         if more > 0:
-            others.append((more, made))
-        else:
-            yield queued(made)
+            others.append((more, plan))
     if others:
-        yield queued(min(others, key=itemgetter(0))[1])
+        more, plan = min(others, key=itemgetter(0))
+        yield queued(plan), more
 
 
 def _queued(free: Timeline, table: CostTable, single_queue: bool) -> tuple[int, DomainPlan]:

@@ -141,12 +141,13 @@ class DomainPlanner:
         costs: SampleCosts,
         frozen: tuple[str, ...],
         train: bool,
-        beyond: Callable[[DomainPlan], int] = lambda domain: 0,
-    ) -> Iterator[DomainPlan]:
+        beyond: Callable[[DomainPlan, bool], int] = lambda domain, closely: 0,
+    ) -> Iterator[tuple[DomainPlan, int]]:
         """Plan a domain; `members` are the samples of each of its replicas, by place in `metas`.
 
         Yields a plan for each candidate of the schedule that is not `beyond` what devices hold, in bytes, in
-        the order of their simulated times; then those that hold less, then the others.
+        the order of their simulated times; then those that hold less, then the others; with each the bytes
+        that it is beyond, asked closely, at most 0 if it fits.
         """
         replicas, ranks = self._packed(members, costs), self.arrangement.global_ranks(number)
         lay = cache(partial(self._laid, replicas, costs.tokens.tolist(), train))
@@ -156,7 +157,7 @@ class DomainPlanner:
             domain, waves = in_order(self.pairing(*asked), ())
             domain = replace(domain, encoder_batches=self._encoder_batches(domain, waves))
             domain = self._with_routes(domain, ranks)
-            yield self._with_one_queue(self._with_ops(domain, build_forward_only(domain)))
+            yield self._with_one_queue(self._with_ops(domain, build_forward_only(domain))), 0
             return
 
         reductions = self._reductions(frozen)
@@ -232,8 +233,8 @@ class DomainPlanner:
         batched: Batched,
         ranks: Sequence[int],
         frozen: frozenset[str],
-        beyond: Callable[[DomainPlan], int],
-    ) -> Iterator[DomainPlan]:
+        beyond: Callable[[DomainPlan, bool], int],
+    ) -> Iterator[tuple[DomainPlan, int]]:
         """Plan a domain of global `ranks` by each candidate of the schedule."""
         vpp, pp = self.arrangement.llm.vpp, self.arrangement.llm.pp
         candidates = candidates_of(self.schedule, vpp, pp, guarded=self.guarded)
@@ -248,7 +249,8 @@ class DomainPlanner:
         planned = [make(policy, self.rounds or 1, 1, 0) for policy in candidates]
         others = self.guarded and (self.schedule.lean or candidates[0].encodes_ahead)
         if len(planned) == 1 and not others and count(candidates[0]) == 1:
-            yield self._with_one_queue(planned[0])
+            made = self._with_one_queue(planned[0])
+            yield made, beyond(made, True)
             return
         replanning = Replanning(make, count, self.schedule, candidates, vpp, self.rounds, self.table, beyond)
         yield from quickest_first(planned, replanning, self._with_one_queue, self.table, self.single_queue)

@@ -230,13 +230,11 @@ class Planner:
             group.costs.take(mine),
             frozen,
             train,
-            lambda domain: self.beyond(plan_of(domain), closely=False),
+            lambda domain, closely: self.beyond(plan_of(domain), closely=closely),
         )
-        plans = map(plan_of, candidates)
         seen = []
-        for plan in plans:
-            more = self.beyond(plan) if train else 0
-            seen.append((plan, more))
+        for domain, more in candidates:
+            seen.append((plan_of(domain), more))
             if more <= 0:
                 break
         # Where none fits, the one that holds least goes on, and is refused with what it is made of.

@@ -28,8 +28,8 @@ of its orders of microbatches.
 class Replanning:
     """Makes further plans of a domain, which was planned by `candidates` of a `schedule`, for so many virtual
     stages on a rank, in so many `rounds`, if these are given; in as many orders as `orders` says of a
-    candidate. Plans may be `beyond` what devices hold, in bytes. `tried` are, by schedule, the portions of
-    its last plan, and what the one before was beyond and might free.
+    candidate. Plans may be `beyond` what devices hold, in bytes, asked closely or not. `tried` are, by
+    schedule, the portions of its last plan, and what the one before was beyond and might free.
     """
 
     make: Make
@@ -39,7 +39,7 @@ class Replanning:
     vpp: int
     rounds: int | None
     table: CostTable
-    beyond: Callable[[DomainPlan], int]
+    beyond: Callable[[DomainPlan, bool], int]
     tried: dict[str, tuple[int, Hope | None]] = field(default_factory=dict)
 
     def in_other_orders(self, plan: DomainPlan) -> Iterator[DomainPlan]:
@@ -76,7 +76,7 @@ class Replanning:
             name = ahead[number][0].schedule
             for portions in (1, 2) if name not in in_vain else ():
                 plan = self.make(self._policy(name), rounds, portions, 0)
-                yield plan, (more := self.beyond(plan))
+                yield plan, (more := self.beyond(plan, False))
                 now = more, of_encoders(plan, self.table)
                 if portions == 1 and not helps(last[name], now):
                     in_vain.add(name)
@@ -84,7 +84,7 @@ class Replanning:
                 if name in in_vain or not workspace_at_once(plan, self.table):
                     break
         for policy in lean_of(self.schedule, self.vpp):
-            yield (plan := self.make(policy, 1, 1, 0)), self.beyond(plan)
+            yield (plan := self.make(policy, 1, 1, 0)), self.beyond(plan, False)
 
     def _policy(self, name: str) -> SchedulePolicy:
         """The candidate of a name, or the shallower schedule of one."""

@@ -326,7 +326,7 @@ def test_rounds_are_tried_of_plans_in_no_portions_the_quickest_first(monkeypatch
         in_portions = replace(first, encoder_batches=())
         list(replanning.leaner([(first, 1), (second, 2), (in_portions, 3), (third, 4)]))
         tried[:0] = [first, second, third]
-        yield first
+        yield first, 0
 
     monkeypatch.setattr("omni.planning.domain_planner.quickest_first", refusing)
     monkeypatch.setattr(
