@@ -547,7 +547,7 @@ def test_the_domains_that_are_simulated_have_the_slowest_among_them():
 
 
 def test_samples_are_cut_to_a_microbatch_where_devices_hold_no_longer_ones(monkeypatch):
-    def beyond(spec, table, plan):
+    def beyond(spec, table, plan, closely=True):
         return max(plan.taken.lengths) - MICROBATCH
 
     monkeypatch.setattr("omni.planning.prepare.beyond", beyond)
@@ -582,7 +582,7 @@ def test_packs_are_smaller_where_that_fills_a_pipeline():
 
 
 def test_smaller_packs_are_tried_until_they_fit_though_the_next_holds_no_less(monkeypatch):
-    def beyond(spec, table, plan):
+    def beyond(spec, table, plan, closely=True):
         most = max(sum(batch.layout.lengths) for batch in plan.domain.microbatches)
         return 0 if most <= MICROBATCH // 4 else 1 << 40
 

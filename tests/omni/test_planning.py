@@ -369,6 +369,17 @@ def test_auto_takes_the_quickest_plan_that_fits_and_names_its_schedule():
     assert least.schedule == refused[4], "where none fits, the one that holds least goes on to be refused"
 
 
+def test_a_plan_that_holds_too_much_looked_at_closely_is_planned_otherwise():
+    """By likely ranks each candidate fits, and closely one alone does that is planned instead of another."""
+    world = arrange(Layout(pp=3), {"eye": 1, "ear": 1}, COLOCATED, 0)
+    own = planner(
+        world=world, policies=policies_of(LPT, AUTO), table=table(3), budget=Budget(36, 300, None, "drop")
+    )
+    fits = "zero_bubble_h1_5"
+    own = replace(own, beyond=lambda plan, closely=True: int(closely and plan.domain.schedule != fits))
+    assert own.next_step(1, 0, 0).domain.schedule == fits
+
+
 @pytest.mark.parametrize("pp", [1, 3])
 def test_where_no_candidate_fits_a_step_has_as_few_rounds_as_do(pp):
     costs = table(pp)
