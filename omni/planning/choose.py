@@ -6,7 +6,7 @@ and sharing are searched together, then one key after the other: what gains only
 is prepared as a run is, and the planner and simulator of its steps say what its first steps would take: those
 of the domains that samples load most; of steps with more than `A_REPLICA` samples a replica, with so many.
 Longer steps even out by themselves: the best size of domains is compared on a whole one with the next smaller
-size that gained, and so is that if it is as good.
+size that gained, and so is that if it is as good; so is, at last, what all other keys came to.
 Candidates, steps, domains and samples are bounded by count and nothing by time, so the same configuration,
 data and ranks give the same choice on any machine. A run that goes on may be told to choose again, by its
 next steps.
@@ -26,10 +26,16 @@ from omni.config import Config
 from omni.models.llm import NAME as LLM
 from omni.planning.choice import (
     CONTEXT,
+    DOMAIN,
+    ENCODER_SP,
     KEEP_ATTENTION,
+    LLM_SP,
     LONGEST,
+    MICROBATCH,
+    PACKING,
     PACKS,
     PASS_TOKENS,
+    POLICIES,
     RECOMPUTE,
     RECOMPUTE_LONG,
     VPP,
@@ -46,7 +52,7 @@ from omni.planning.choice import (
 )
 from omni.planning.host_memory import may_keep, most_sent
 from omni.planning.policy_search import DIVISORS, SearchSpace, search_policies
-from omni.planning.room import cut_of_longer, domain_sizes, lengths_of
+from omni.planning.room import A_REPLICA, cut_of_longer, domain_sizes, lengths_of, samples_of_step
 from omni.planning.run_spec import RunSpec
 from omni.planning.trials import (
     GAIN,
@@ -107,9 +113,9 @@ def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
     it, in domains of any size again, since where none fits large ones look best; at the best of these what
     takes less in passes that are no longer than a pack, of other packs; if it has the usual, what takes
     least; whether encoders' inputs stay or go; whether layers that are made anew keep what attention puts
-    out, with what encoders' layers keep on the host if need be; whether even stages of the LLM take less; and
-    where no schedule but a lean one fits then, whether two virtual stages on a rank leave less bubble, of
-    smaller packs if these hold too much.
+    out, with what encoders' layers keep on the host if need be; whether even stages of the LLM take less, or
+    packs that do not grow, or smaller domains; and where no schedule but a lean one fits then, whether two
+    virtual stages on a rank leave less bubble, of smaller packs if these hold too much.
     """
     config, keys, start, sizes = space.config, space.keys, space.start, space.sizes
     usual, least, quickest = recomputed(config.model.llm)
@@ -131,6 +137,7 @@ def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
     if best.refused and pools and best.beyond < freed:
         tries(as_usual, MOST_ZERO)
     whole_step = on_whole_steps(space.attempt, config, space.longest)
+    is_long = samples_of_step(config, space.lengths, space.longest) > A_REPLICA * start.arrangement.llm.dp
     may_interleave = (
         VPP in keys
         and start.policies["pipeline"].vpp is None
@@ -138,15 +145,16 @@ def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
     )
 
     def at_last() -> tuple[Tried, list[Tried]]:
-        """Whether attention is kept, whether stages are cut by what attention costs in them, under the run's
-        own schedule, and whether ranks have several virtual stages.
+        """Whether attention is kept; under the run's own schedule, whether stages are cut by what attention
+        costs in them, and whether packs that do not grow and, in long steps, smaller domains take more, as
+        they did under the schedule that stood in; and whether ranks have several virtual stages.
         """
         found, others = _attending_once(best, kept, sent, whole_step, start.cluster.memory_bytes)
-        if not found.refused and found.keys.get(CONTEXT, ANY_CONTEXT) != ANY_CONTEXT:
-            # Late stages wait for their first pass, and encode meanwhile if the schedule is joint.
-            as_run = whole_step if found.lean else partial(whole_step, stands_in=False)
-            found, other = _changed(found, {CONTEXT: ANY_CONTEXT}, as_run, 0)  # neither is simpler
-            others.append(other)
+        as_run = whole_step if found.lean else partial(whole_step, stands_in=False)
+        for other_keys in (_even_stages, _packs_that_stay, *[_smaller_domains] * is_long):
+            if not found.refused and (change := other_keys(found.keys, tried)):
+                found, other = _changed(found, change, as_run, 0)  # neither is simpler
+                others.append(other)
         if found.lean and may_interleave:
             found, other = _changed(found, {VPP: STAGES}, whole_step)
             others.append(other)
@@ -209,9 +217,32 @@ def _changed(
     """
     now = whole_step(best.keys)
     best = now if best.step_ns is None else best
-    other = whole_step({**best.keys, **change}, now if gain > 0 else None, now.lean and holds_more)
+    other = whole_step({**best.keys, **change}, now if gain >= 0 else None, now.lean and holds_more)
     found = as_beside(best, now, other)
     return (found if gains(other, now, gain) else best), found
+
+
+def _even_stages(own: Keys, tried: Sequence[Tried]) -> Keys:
+    """Stages cut evenly: late ones wait for their first pass and may encode meanwhile."""
+    return {CONTEXT: ANY_CONTEXT} if own.get(CONTEXT, ANY_CONTEXT) != ANY_CONTEXT else {}
+
+
+def _packs_that_stay(own: Keys, tried: Sequence[Tried]) -> Keys:
+    """Packs that do not grow."""
+    plain = POLICIES[PACKING][0]
+    return {PACKING: plain} if own.get(PACKING, plain) != plain else {}
+
+
+def _smaller_domains(own: Keys, tried: Sequence[Tried]) -> Keys:
+    """The next smaller domains that were tried, as these share, with packs of as many tokens."""
+    smaller = [one for one in tried if one.keys.get(DOMAIN, 0) < own.get(DOMAIN, 0) and not one.refused]
+    if not smaller:
+        return {}
+    found = min(smaller, key=lambda one: (-one.keys[DOMAIN], one.step_ns or 0)).keys
+    change = {key: found[key] for key in (DOMAIN, MICROBATCH, LLM_SP, ENCODER_SP) if key in found}
+    if MICROBATCH in found and PACKS in own:
+        change[PACKS] = max(1, own[PACKS] * found[MICROBATCH] // own[MICROBATCH])
+    return change
 
 
 def _long_anew(best: Tried, recompute: str, whole_step: Try) -> tuple[Tried, list[Tried]]:

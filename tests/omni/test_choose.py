@@ -17,7 +17,10 @@ from omni.planning.choice import (
     BALANCE,
     CONTEXT,
     DOMAIN,
+    ENCODER_SP,
+    LLM_SP,
     LONGEST,
+    PACKING,
     PACKS,
     POLICIES,
     RECOMPUTE,
@@ -31,7 +34,8 @@ from omni.planning.choice import (
     value_of,
     with_keys,
 )
-from omni.planning.choose import _attending_once, _changed
+from omni.planning.choice import MICROBATCH as PASS
+from omni.planning.choose import _attending_once, _changed, _smaller_domains
 from omni.planning.cut import cut_of
 from omni.planning.fullest import fullest_rank
 from omni.planning.host_memory import most_on_host
@@ -675,6 +679,35 @@ def test_how_stages_are_cut_is_chosen_under_the_runs_own_schedule(monkeypatch, l
     chosen = prepared("layout=pp2").config.layout.context
     assert (chosen == ANY_CONTEXT) is even
     assert even or chosen == 256
+
+
+@pytest.mark.parametrize("samples, size", [(4 * 65, 2), (4 * 64, 4)])
+def test_packs_that_grow_and_larger_domains_of_long_steps_are_asked_about_the_runs_own_schedule(
+    monkeypatch, samples, size
+):
+    """Under the schedule that stands in, domains of four gain and packs that grow; under the run's own both
+    lose.
+    """
+
+    def tried(config, keys, *, make, begin, stands_in=True, **more):
+        grow, four = keys[PACKING] == "graded", keys[DOMAIN] == 4
+        return Tried(keys, 10**6 + (-1 if stands_in else 1) * 10**5 * (grow + four))
+
+    monkeypatch.setattr("omni.planning.choose.tried_out", tried)
+    config = prepared("layout=pp2", f"data.step_samples={samples}", ranks=8, trace=trace_of()).config
+    assert (config.layout.domain, config.packing.policy) == (size, "first_fit_decreasing")
+
+
+@pytest.mark.parametrize("passes, packs", [(512, 3), (2048, 12), (64, 1)])
+def test_smaller_domains_come_with_how_they_share_and_packs_of_as_many_tokens(passes, packs):
+    """Domains of two take passes of `passes` tokens, those of four of 1,024, in three packs."""
+    two = {DOMAIN: 2, PASS: passes, LLM_SP: "uniform", ENCODER_SP: "none", PACKS: 1}
+    four = {DOMAIN: 4, PASS: 1024, LLM_SP: "dynamic", ENCODER_SP: "dynamic", PACKS: 6}
+    slower, refused = {**two, ENCODER_SP: "all"}, {**two, DOMAIN: 3}
+    one = {**two, DOMAIN: 1}
+    tried = [Tried(slower, 9), Tried(two, 8), Tried(four, 7), Tried(one, 6), Tried(refused, 5, "no")]
+    assert _smaller_domains(four, tried) == {**two, PACKS: packs}
+    assert _smaller_domains(one, tried) == _smaller_domains({}, tried) == {}
 
 
 @pytest.mark.parametrize("beyond, taken", [(1000, False), (996, False), (994, True)])
