@@ -64,6 +64,11 @@ class SequenceLayout:
         """Tokens of each sequence."""
         return tuple(sum(piece.length for piece in pieces) for pieces in self.shards)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether several cp ranks hold a sequence together."""
+        return any(len(pieces) > 1 for pieces in self.shards)
+
     @cached_property
     def _held(self) -> tuple[int, ...]:
         held = [0] * self.num_cp_ranks

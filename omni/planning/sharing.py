@@ -269,8 +269,9 @@ def _shared_encoder_batches(
     layouts, shared, together = dict[int, SequenceLayout](), list[int](), None
     together_ns = whole_ns
     if at_once and len(lengths) > 1:
-        together = sharing.layout([[items[i].tokens for i in numbers]])
-        together_ns = sharing.slowest_ns(together)
+        layout = sharing.layout([[items[i].tokens for i in numbers]])
+        if layout.is_cut:
+            together, together_ns = layout, sharing.slowest_ns(layout)
     if together is None or together_ns > EVEN * even_ns:
         layouts = {m: sharing.layout([tokens]) for m, tokens in lengths.items()}
         shared = worth_sharing(lengths, layouts, sharing)
@@ -287,7 +288,8 @@ def _shared_encoder_batches(
         for first in range(at_once):
             if own := sorted(dealt[first::at_once]):
                 layout = sharing.layout([[items[number].tokens for number in own]])
-                yield _encoder_batch(items, own, everyone, layout, sharing)
+                if layout.is_cut:  # else its items stay whole, and nobody waits for the others
+                    yield _encoder_batch(items, own, everyone, layout, sharing)
 
 
 def worth_sharing(
@@ -299,7 +301,7 @@ def worth_sharing(
     barriers. So the microbatches are tried from the one with the longest item on, and as many are shared as
     let the step take the least time.
     """
-    candidates = [m for m, layout in layouts.items() if any(len(shards) > 1 for shards in layout.shards)]
+    candidates = [m for m, layout in layouts.items() if layout.is_cut]
     if sharing.policy.forced:
         return candidates
     candidates.sort(key=lambda m: -max(lengths[m]))

@@ -169,7 +169,7 @@ def test_encoder_batches_hold_every_item_once_and_add_up(chosen, cursor):
             tp_groups = world.tp_groups(encoder_batch.component)
             everyone = tuple(rank for tp_group in tp_groups for rank in tp_group)
             assert encoder_batch.ranks in (*tp_groups, everyone)
-            is_shared = any(len(shards) > 1 for shards in encoder_batch.layout.shards)
+            is_shared = encoder_batch.layout.is_cut
             assert is_shared == (encoder_batch.layout.num_cp_ranks > 1)
             assert not (is_shared and chosen["encoder_sp"] == "none")
             for shards, tiles in zip(encoder_batch.layout.shards, encoder_batch.tiles, strict=True):

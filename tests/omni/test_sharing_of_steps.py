@@ -122,6 +122,19 @@ def test_items_of_all_microbatches_at_once_take_no_longer(policy):
     assert planned(policy, even, at_once=1) == planned(policy, even), "which balance whole"
 
 
+@pytest.mark.parametrize("at_once", [0, 1, 3])
+def test_who_shares_an_encoder_batch_has_an_item_to_share(at_once):
+    """DHP balances whole items of these steps better than by cost, one by one: none waits for another."""
+    sharing, random = Sharing(own(SharingPolicy)["dhp"], make_pool(COST, 2, UNIT), 2), Random(1)
+    for seed in range(60):
+        lengths = [(m, UNIT * random.randint(1, 4000)) for m in range(3) for _ in range(random.randint(1, 6))]
+        items = [PlannedItem("eye", 0, 0, m, tokens, tokens // UNIT, 0) for m, tokens in lengths]
+        batches = make_encoder_batches(
+            items, {"eye": [(0,), (1,)]}, {"eye": sharing}, TABLE.parts, [m for m, _ in lengths], at_once
+        )
+        assert all(batch.layout.is_cut == (len(batch.ranks) > 1) for batch in batches), seed
+
+
 @pytest.mark.parametrize("portions", [2, 4])
 def test_what_is_shared_at_once_comes_in_portions_of_about_even_work(portions):
     batches = heavy_tailed(8, 24, 1, 2.0)
@@ -379,7 +392,7 @@ def test_the_choice_is_the_best_number_of_microbatches_from_the_longest_item_on(
         layouts = {m: sharing.layout([of]) for m, of in lengths.items()}
         chosen = worth_sharing(lengths, layouts, sharing)
         numbers.add(len(chosen))
-        able = [m for m in lengths if any(len(shards) > 1 for shards in layouts[m].shards)]
+        able = [m for m in lengths if layouts[m].is_cut]
         able.sort(key=lambda m: -max(lengths[m]))
         times = [step_ns(able[:count], lengths, layouts, sharing) for count in range(len(able) + 1)]
         assert chosen == able[: len(chosen)]

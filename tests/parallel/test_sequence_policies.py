@@ -215,7 +215,7 @@ def test_long_short_takes_the_best_threshold(lengths, num_ranks, unit):
             loads = [ns + row[len(shards) - 1] for ns in loads] if len(shards) > 1 else loads
             if len(shards) == 1:
                 loads[shards[0].cp_rank] += row[0]
-    if any(len(shards) > 1 for shards in layout.shards):
+    if layout.is_cut:
         loads = [ns + pool.cost.sharing_ns for ns in loads]
     assert max(loads) == long_short_by_hand(lengths, pool)
     shared = [n for n, shards in zip(lengths, layout.shards, strict=True) if len(shards) > 1]
