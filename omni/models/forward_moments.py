@@ -11,12 +11,15 @@ Shapes as in `stack.py`.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 from omni.models.layer import Layer
 from parallel.work import FP32, Attended
 
 LINEARS = {"linear_qkv": "norm 1", "linear_proj": "attended", "linear_fc1": "norm 2", "linear_fc2": "product"}
 """What the linears of a layer take in."""
+LOADS = 1 << 12  # of layers that are alike, whose forwards are remembered
 OF_KERNELS = ("early out", "early sums", "late out", "late sums", "tile out", "tile sums")
 """What kernels of attention put out where sequences are shared."""
 KEPT_OF_SHARED = ("local", *OF_KERNELS, "tiles")
@@ -61,11 +64,25 @@ class Tape:
         self.drop(taken, saved=linear in self.learn)
 
 
-def layer_forward(stack: Layer, seen: Attended, tape: Tape) -> Tape:
-    """Run a layer over the tape: what is held in the end is its output and what it keeps."""
+class ForwardBytes(NamedTuple):
+    """Bytes that the forward of a layer holds in the end, its output and what it keeps, and at most; and
+    whether it holds what it puts out.
+    """
+
+    kept: int
+    most: int
+    keeps_stream: bool
+
+
+@lru_cache(LOADS)
+def layer_forward(
+    stack: Layer, seen: Attended, graph: bool, learn: tuple[str, ...], lasting: tuple[str, ...]
+) -> ForwardBytes:
+    """Run a layer over a tape with these fields. Stages have layers that are alike, and a pass asks again."""
+    tape = Tape(graph, learn, lasting)
     attention_half(stack, seen, tape)
     feed_forward_half(stack, seen.tokens, tape)
-    return tape
+    return ForwardBytes(tape.now, tape.most, "out" in tape.held)
 
 
 def attention_half(stack: Layer, seen: Attended, tape: Tape) -> None:

@@ -12,9 +12,10 @@ ranks share them, else T), D width, F feed-forward, N and K heads of queries and
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, Self
 
-from omni.models.forward_moments import LINEARS, OF_KERNELS, Tape, attention_half, layer_forward
+from omni.models.forward_moments import LINEARS, OF_KERNELS, ForwardBytes, Tape, attention_half, layer_forward
 from omni.models.layer import Layer
 from omni.models.layer_moments import (
     Learning,
@@ -66,10 +67,9 @@ class Stack(Layer):
         adapters = self.adapters().values()
         of_adapters = self.layers * sum(own.forward_flops(load.tokens) for own in adapters)
         moved = self._layer_bytes(linears, load.tokens) + sum(own.bytes(load.tokens) for own in adapters)
-        alone = replace(self, kept_attention=False).made(load, graph=False)
-        made = self.made(load, graph=self.recompute != "full")
-        kept = made.now
-        last = 0 if self.keeps_stream(load) else self.stream(load.tokens)
+        alone = self._made(load, graph=False, lasting=())
+        made = self.made(load)
+        last = 0 if made.keeps_stream else self.stream(load.tokens)
         return Work(
             flops=of_linears + of_adapters + self.attention_flops(load),
             frozen_flops=of_linears if self.lora is not None else 0,
@@ -79,8 +79,8 @@ class Stack(Layer):
                 *self.of_norms(load),
                 *self.exchanges(load, forward=True),
             ),
-            kept=self.layers * kept + last - self.divided_inputs * self.elsewhere(load),
-            workspace=made.most - kept + self.made_whole(load),
+            kept=self.layers * made.kept + last - self.divided_inputs * self.elsewhere(load),
+            workspace=made.most - made.kept + self.made_whole(load),
             passing=self.stream(load.tokens) * (1 + (self.layers > 1)) + alone.most,
             launches=self.layers,
         )
@@ -269,24 +269,36 @@ class Stack(Layer):
 
     def layer_kept(self, load: Load) -> int:
         """Bytes that a layer keeps for its backward, its output included and its input not."""
-        return self.made(load, graph=self.recompute != "full").now
+        return self.made(load).kept
 
-    def made(self, load: Load, *, graph: bool = True) -> Tape:
-        """What the forward of a layer makes, with a `graph` for its backward or nothing kept for one."""
-        return layer_forward(self, load.seen, self.tape(load, graph=graph))
+    def made(self, load: Load) -> ForwardBytes:
+        """What the forward of a layer makes, with a graph for its backward if it is not computed anew."""
+        return self._made(load, graph=self.recompute != "full", lasting=self._lasting(load))
+
+    def _made(self, load: Load, *, graph: bool, lasting: tuple[str, ...]) -> ForwardBytes:
+        return layer_forward(self._alike, load.seen, graph, self._learn(load), lasting)
+
+    @cached_property
+    def _alike(self) -> Self:
+        """One layer, wherever it is."""
+        return replace(self, layers=1, blocks=1, held_output=False, kept_output=False)
 
     def keeps_stream(self, load: Load) -> bool:
         """Whether each layer keeps what it takes in."""
-        return "out" in self.made(load, graph=self.recompute != "full").held
+        return self.made(load).keeps_stream
 
     def tape(self, load: Load, *, graph: bool) -> Tape:
-        """An empty tape of a layer's forward. Where adapters learn, inputs of their linears alone are kept,
-        where nothing does none.
-        """
-        learn = LINEARS if self.lora is None else self.adapters()
+        """An empty tape of a layer's forward."""
+        return Tape(graph, self._learn(load), self._lasting(load))
+
+    def _learn(self, load: Load) -> tuple[str, ...]:
+        """The linears whose inputs are kept: where adapters learn, theirs alone, where nothing does none."""
+        return () if load.frozen else tuple(LINEARS if self.lora is None else self.adapters())
+
+    def _lasting(self, load: Load) -> tuple[str, ...]:
+        """What attention puts out that is kept in any case."""
         of_kernels = OF_KERNELS if load.seen.into else ("attended", "sums")
-        lasting = of_kernels if self.attends_once else ()
-        return Tape(graph, () if load.frozen else learn, lasting)
+        return of_kernels if self.attends_once else ()
 
     def layer_workspace(self, load: Load, grad: Grad) -> int:
         """Bytes that a layer's backward needs at most, beside what was kept and the gradient of its output:
@@ -300,8 +312,8 @@ class Stack(Layer):
         if self.recompute != "full":
             return start
         again = self.keeping.made(load)
-        output = 0 if self.keeping.keeps_stream(load) else self.stream(load.tokens)
-        return max(start + again.now + output, again.most) + self.made_whole(load)
+        output = 0 if again.keeps_stream else self.stream(load.tokens)
+        return max(start + again.kept + output, again.most) + self.made_whole(load)
 
 
 class Layers(Protocol):
