@@ -18,10 +18,10 @@ waited for nobody; no move is held back for longer than it takes. Only issues ch
 run with one queue as they ran here, or sooner, so they cannot hang.
 """
 
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
+from itertools import count
 
 from pipeline.builders.one_queue.moves import COMPUTE, ISSUE, REDUCE, WAIT, WAIT_REDUCED, Moves, Orders
 from pipeline.channels import Name, Transfer
@@ -31,17 +31,19 @@ NEVER = 1 << 62  # nanoseconds
 
 class _Team:
     """How far a team has come in its list: `at` is its next move, `past` what all its compute before took.
-    `open` are the transfers that it has come to and that are not made, without receives; its next op is held
-    back since `held`, or -1. `out` are the places of the ops that it has run.
+    `open` are the transfers that it has come to and others have not, numbered as it came to them, without
+    receives; by peers, `complete` those that all of these have come to and that are not made. Its next op is
+    held back since `held`, or -1. `out` are the places of the ops that it has run.
     """
 
-    __slots__ = ("at", "held", "moves", "open", "out", "past", "reductions")
+    __slots__ = ("at", "complete", "held", "moves", "open", "opened", "out", "past", "reductions")
 
     def __init__(self, moves: Moves) -> None:
         self.moves = moves
-        self.at = self.past = 0
+        self.at = self.past = self.opened = 0
         self.held = -1
-        self.open: dict[_Meeting, None] = {}
+        self.open: dict[_Meeting, int] = {}
+        self.complete: dict[_Peers, _Complete] = {}
         self.reductions: list[tuple[Name, int]] = []
         self.out: list[int] = []
 
@@ -50,8 +52,8 @@ class _Team:
 class _Meeting:
     """A transfer to be made, until it is `made`: the `absent` of its teams have yet to come to it. It is
     `called` while a team is held back for it, and not made before `soonest`: teams only come later than they
-    can at the earliest. `busy` is the team for which it waited last, `last` the one that came last of all by
-    the latest reckoning; by team, no other one needs it before `used`.
+    can at the earliest. `last` is the team that came last of all by the latest reckoning; by team, no other
+    one needs it before `used`.
     """
 
     transfer: Transfer
@@ -60,9 +62,32 @@ class _Meeting:
     places: dict[int, int] = field(default_factory=dict)
     called: bool = False
     soonest: int = 0
-    busy: int = 0
     last: int = -1
     used: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class _Peers:
+    """Teams that make transfers together, none before `soonest`. Those that all of them have come to are
+    `ready`, a heap by start and name, and `called` while a team is held back for them. With any it waits for
+    its teams to be free.
+    """
+
+    teams: tuple[int, ...]
+    soonest: int = 0
+    ready: list[tuple[int, Name, int, _Meeting]] = field(default_factory=list)
+    called: set[_Meeting] = field(default_factory=set)
+    waits: bool = False
+
+
+@dataclass(slots=True)
+class _Complete:
+    """Transfers of peers that a team has come to, each with its number there. No other team needs any of them
+    before they are `unused`.
+    """
+
+    numbers: dict[_Meeting, int] = field(default_factory=dict)
+    unused: int = 0
 
 
 def meet(moves: Sequence[Moves], patience: int = 2) -> Orders:
@@ -80,7 +105,10 @@ class _Meetings:
         self.teams = [_Team(of) for of in moves]
         self.until = [0] * len(moves)  # when each team is free
         self.meetings: dict[Transfer, _Meeting] = {}
-        self.ready: list[_Meeting] = []
+        self.peers: dict[tuple[int, ...], _Peers] = {}
+        self.numbers = count()  # of transfers that all have come to
+        self.free: list[_Peers] = []  # whose teams may be free
+        self.waiting: list[list[_Peers]] = [[] for _ in moves]  # those that wait for a team
         self.events = [(0, number) for number in range(len(moves))]  # when which team is free, or may start
         self.standing: set[int] = set()  # teams that are free and whose next move is compute
         for number, of in enumerate(moves):
@@ -95,6 +123,8 @@ class _Meetings:
             while events and events[0][0] == now:
                 number = heappop(events)[1]
                 if self.until[number] == now:
+                    self.free += self.waiting[number]
+                    self.waiting[number].clear()
                     self.advance(number)
             while self.meet_those_free() or self.start_those_ready():
                 pass
@@ -139,40 +169,56 @@ class _Meetings:
         meeting.places[number] = at
         meeting.absent.discard(number)
         if opens:
-            self.teams[number].open[meeting] = None
+            team = self.teams[number]
+            team.open[meeting] = team.opened = team.opened + 1
         if not meeting.absent:
-            insort(self.ready, meeting, key=lambda one: (one.transfer.start, one.transfer.name))
+            self.complete(meeting)
+
+    def complete(self, meeting: _Meeting) -> None:
+        """Note that all teams have come to a transfer."""
+        transfer = meeting.transfer
+        peers = self.peers.setdefault(transfer.teams, _Peers(transfer.teams))
+        heappush(peers.ready, (transfer.start, transfer.name, next(self.numbers), meeting))
+        if meeting.called:
+            peers.called.add(meeting)
+        if not peers.waits:
+            peers.waits = True
+            self.free.append(peers)
+        for each in transfer.teams:
+            team = self.teams[each]
+            if meeting in team.open:
+                own = team.complete.setdefault(peers, _Complete())
+                own.numbers[meeting] = team.open.pop(meeting)
+                own.unused = 0
 
     def meet_those_free(self) -> bool:
-        """Make the transfers whose teams all stand between ops; tell if there were any."""
-        left = []
-        for meeting in self.ready:
-            if self.waits(meeting):
-                left.append(meeting)
+        """Make the transfers whose teams all stand between ops, the first first; tell if there were any."""
+        any_made, until = False, self.until
+        heads = [(peers.ready[0], peers) for peers in self.free]
+        heapify(heads)
+        self.free.clear()
+        while heads:
+            (*_, meeting), peers = heappop(heads)
+            last = max(peers.teams, key=until.__getitem__)
+            if until[last] > self.now:
+                self.waiting[last].append(peers)
                 continue
-            transfer = meeting.transfer
-            meeting.made, done = True, self.now + transfer.ns
-            for each in transfer.teams:
+            meeting.made = any_made = True
+            heappop(peers.ready)
+            peers.called.discard(meeting)
+            done = self.now + meeting.transfer.ns
+            for each in peers.teams:
                 team = self.teams[each]
                 team.out.append(meeting.places[each])
-                self.until[each] = done
-                team.open.pop(meeting, None)
+                until[each] = done
+                if peers in team.complete:
+                    team.complete[peers].numbers.pop(meeting, None)
                 self.standing.discard(each)
                 heappush(self.events, (done, each))
-        made = len(left) < len(self.ready)
-        self.ready = left
-        return made
-
-    def waits(self, meeting: _Meeting) -> bool:
-        """Whether any team of a meeting is not free yet."""
-        until, now = self.until, self.now
-        if until[meeting.busy] > now and meeting.busy in meeting.places:
-            return True
-        for each in meeting.transfer.teams:
-            if until[each] > now:
-                meeting.busy = each
-                return True
-        return False
+            peers.waits = bool(peers.ready)
+            if peers.waits:
+                heappush(heads, (peers.ready[0], peers))
+        return any_made
 
     def start_those_ready(self) -> bool:
         """Start the next ops of teams that nothing holds back; tell if there were any."""
@@ -193,6 +239,8 @@ class _Meetings:
                 if one.held >= 0:
                     for meeting in one.open:
                         meeting.called = False
+                    for peers, own in one.complete.items():
+                        peers.called -= own.numbers.keys()
                 one.out.append(one.at)
                 one.at += 1
                 one.past += ns
@@ -201,6 +249,11 @@ class _Meetings:
                 heappush(self.events, (until, each))
             started = True
         return started
+
+    def free_at(self, teams: Sequence[int]) -> int:
+        """When the last of some teams is free."""
+        until = self.until
+        return max(until) if len(teams) == len(until) else max([until[each] for each in teams])
 
     def stands_at(self, number: int, transfer: Transfer | None) -> bool:
         """Whether a team is free for what it takes part in next."""
@@ -218,33 +271,56 @@ class _Meetings:
 
     def holds(self, number: int, ns: int) -> bool:
         """Whether a team had better make a transfer before an op of so many nanoseconds."""
-        team, end = self.teams[number], self.now + ns
-        come: dict[int, int] = {}  # by those who take part in what all of them have come to, as below
-        for meeting in team.open:
-            if meeting.soonest >= end:
+        team, now, end = self.teams[number], self.now, self.now + ns
+        # Rows that go back are not worth a meeting later on, between long ops: they are used at once.
+        late = team.at > team.moves.last_pass
+        first, found = NEVER, None
+        for peers, own in team.complete.items():
+            if not own.numbers or peers.soonest >= end:
                 continue
-            made = -1 if meeting.absent else come.get(id(meeting.transfer.teams), -1)
-            if made < 0:
-                made = self.soonest(meeting, end)
-                if not meeting.absent:
-                    come[id(meeting.transfer.teams)] = made
+            made = peers.soonest = max(now, self.free_at(peers.teams))
             if made >= end:
                 continue
-            if meeting.called:
-                return True
+            wanted = [meeting for meeting in peers.called if meeting in own.numbers]
             # Who needs it later gains less than this waits.
-            before = end - self.patience * (made - self.now) // 2
-            # Rows that go back are not worth a meeting later on, between long ops: they are used at once.
-            late = team.at > team.moves.last_pass
-            if made < before and (late or self.is_used(meeting, number, before)):
-                meeting.called = True
-                return True
-        return False
-
-    def is_used(self, meeting: _Meeting, number: int, before: int) -> bool:
-        """Whether any other team can come to what needs a transfer before a moment."""
-        if meeting.used.get(number, 0) >= before:
+            before = end - self.patience * (made - now) // 2
+            if made < before:
+                wanted += own.numbers if late else self.needed(number, own, before)
+            for meeting in wanted:
+                if own.numbers[meeting] < first:
+                    first, found = own.numbers[meeting], meeting
+        for meeting, at in team.open.items():
+            if at > first:
+                break
+            if meeting.soonest >= end or (made := self.soonest(meeting, end)) >= end:
+                continue
+            before = end - self.patience * (made - now) // 2
+            if meeting.called or (made < before and (late or self.used(meeting, number, before) < before)):
+                found = meeting
+                break
+        if found is None:
             return False
+        if found.absent:
+            found.called = True
+        else:
+            self.peers[found.transfer.teams].called.add(found)
+        return True
+
+    def needed(self, number: int, own: _Complete, before: int) -> list[_Meeting]:
+        """Those of the transfers of peers that any other team needs before a moment."""
+        if own.unused >= before:
+            return []
+        used = {meeting: self.used(meeting, number, before) for meeting in own.numbers}
+        own.unused = min(used.values(), default=NEVER)
+        return [meeting for meeting, at in used.items() if at < before]
+
+    def used(self, meeting: _Meeting, number: int, before: int = NEVER) -> int:
+        """When any other team can come to what needs a transfer, at the earliest; or a moment at or after
+        `before` up to which none can.
+        """
+        found = meeting.used.get(number, 0)
+        if found >= before:
+            return found
         transfer, now, teams, until = meeting.transfer, self.now, self.teams, self.until
         soonest = NEVER
         for each in transfer.teams:
@@ -254,20 +330,17 @@ class _Meetings:
                 ahead = other.moves.uses[transfer] - other.past
                 if ahead > 0:
                     comes += ahead
-                if comes < before:
-                    return True
                 if comes < soonest:
                     soonest = comes
         meeting.used[number] = soonest
-        return False
+        return soonest
 
     def soonest(self, meeting: _Meeting, end: int) -> int:
         """When the teams can all meet at the earliest, or a moment after `end` before which they cannot.
         Those that have come can when they are free, the others when they have run what is ahead of them.
         """
         transfer, teams, until = meeting.transfer, self.teams, self.until
-        everyone = len(transfer.teams) == len(teams)
-        made = max(self.now, max(until if everyone else [until[each] for each in transfer.teams]))
+        made = max(self.now, self.free_at(transfer.teams))
         if made < end and meeting.absent:
             # Whoever came last by the latest reckoning often comes too late again: it is asked first.
             first = (meeting.last,) if meeting.last in meeting.absent else ()
