@@ -182,8 +182,8 @@ def _search_all(space: SearchSpace) -> tuple[Tried, list[Tried]]:
     if sent:
         goes = any(best.keys[key] for key in sent)
         # What stays is simpler: what goes must gain.
-        change, gain = (stays, -GAIN) if goes else (sent, GAIN)  # one holds more here, one on the host
-        best, other = _changed(best, change, whole_step, gain, holds_more=False)
+        change, gain = (stays, -GAIN) if goes else (sent, GAIN)
+        best, other = _changed(best, change, whole_step, gain, holds_more=goes)
         tried.append(other)
     if best.keys[RECOMPUTE] == least or best.keys[RECOMPUTE_LONG]:
         kept.append(KEEP_ATTENTION)
@@ -217,7 +217,8 @@ def _changed(
     """
     now = whole_step(best.keys)
     best = now if best.step_ns is None else best
-    other = whole_step({**best.keys, **change}, now if gain >= 0 else None, now.lean and holds_more)
+    enough = now if now.step_ns is None else replace(now, step_ns=round((1 - gain) * now.step_ns))
+    other = whole_step({**best.keys, **change}, enough, now.lean and holds_more)
     found = as_beside(best, now, other)
     return (found if gains(other, now, gain) else best), found
 
