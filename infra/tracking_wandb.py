@@ -229,11 +229,12 @@ class WandbTracker(Tracker):
             TimeoutError: if W&B has not taken all of it in FINISH_S seconds.
         """
         try:
-            self._run.finish(exit_code=exit_code)
+            try:
+                self._run.finish(exit_code=exit_code)
+            finally:
+                # finish returns before W&B's process has written the file's last block; its end does not.
+                within(FINISH_S, partial(wandb.teardown, exit_code))
         except TimeoutError as error:
             raise TimeoutError(
                 f"{self.place} had not taken all of the run after {FINISH_S:g} s: `omni sync` sends the rest"
             ) from error
-        finally:
-            # finish returns before W&B's process has written the last block of the file; its end does not.
-            wandb.teardown(exit_code)

@@ -306,6 +306,22 @@ def test_what_wandb_has_not_taken_in_time_is_said(folder, monkeypatch, caplog):
     assert ended == [0, 1], "its process is ended"
 
 
+def test_a_process_of_wandb_that_does_not_end_is_left_alone(folder, monkeypatch):
+    tracker = start("jsonl", folder)
+    log_steps(tracker, 1, 3)
+    tracker.finish(0)
+    going_on = threading.Event()
+    monkeypatch.setattr("wandb.init", lambda **keys: _Slow(**keys))
+    monkeypatch.setattr(_Slow, "finish", lambda *_, **__: None)
+    monkeypatch.setattr("wandb.teardown", lambda exit_code: going_on.wait(20))
+    monkeypatch.setattr("infra.tracking_wandb.FINISH_S", 0.2)
+    try:
+        with pytest.raises(TimeoutError, match=r"had not taken all of the run after 0\.2 s: `omni sync`"):
+            sync_wandb(folder, replace(ABOUT, mode="online"))
+    finally:
+        going_on.set()
+
+
 def test_wandb_that_takes_no_record_of_earlier_steps_is_refused_with_the_remedy(folder, monkeypatch):
     tracker = start("jsonl", folder)
     log_steps(tracker, 1, 3)
