@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from omni.config import ConfigError
-from omni.llm_config import LoraConfig
+from omni.llm_sections import LoraConfig
 from ops.linear import linear_bytes, linear_flops
 from parallel.work import Collective, Weight, all_reduce, reduce_scatter
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 from omni.config import ConfigError
 from omni.keys import Rule, Rules, at_least, one_of
-from omni.llm_config import RECOMPUTE, WINDOWS_STAY, LLMConfig, LoraConfig, MoEConfig
+from omni.llm_config import RECOMPUTE, WINDOWS_STAY, LLMConfig
+from omni.llm_sections import LoraConfig, MoEConfig
 from omni.models.adapters import Lora
 from omni.models.delta import Delta
 from omni.models.latent import Latent

@@ -11,7 +11,8 @@ from omni.models.layer_sizes import check_divisible, check_experts, llm_layers
 from omni.models.llm_statement import VirtualStage, llm_virtual_stage, single_layers
 from omni.models.stack import Stack
 from ops.linear import linear_flops
-from parallel.layout import Layout, Staged, stage_layers
+from parallel.layout import Layout, Staged
+from parallel.stages import stage_layers
 from parallel.work import even_load
 from pipeline.domain_plan import EMBEDDING, Point
 

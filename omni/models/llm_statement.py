@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
-from omni.llm_config import LLMConfig, MoEConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import MoEConfig
 from omni.models.adapters import Lora
 from omni.models.blocks import FinalNorm, Frozen
 from omni.models.delta import Delta, delta_heads

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from infra.checkpoint import CheckpointError
-from omni.llm_config import MoEConfig
+from omni.llm_sections import MoEConfig
 from omni.models.dispatch import Dispatcher
 from omni.models.experts import Experts
 from omni.models.feed_forward import SharedExpert

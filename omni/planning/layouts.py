@@ -9,15 +9,7 @@ from omni.models.llm import check_llm_layout
 from omni.models.registry import Encoder, naming
 from omni.planning.allocation import ranks_beside
 from ops.device import visible_devices
-from parallel.layout import (
-    CONTEXT,
-    Arrangement,
-    Layout,
-    LayoutError,
-    arrange,
-    check_sizes,
-    nearest_divisor,
-)
+from parallel.layout import CONTEXT, Arrangement, Layout, LayoutError, arrange, check_sizes, nearest_divisor
 from parallel.placements import PlacementPolicy
 from parallel.policy import find
 from pipeline.builders import SchedulePolicy

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Collection
 
 from omni.models.llm import NAME as LLM
-from omni.planning.memory import Parts, state_of
+from omni.planning.held_state import state_of
+from omni.planning.memory import Parts
 from omni.planning.run_spec import RunSpec
 from parallel.work import virtual_stage_name
 

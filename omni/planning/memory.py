@@ -14,13 +14,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from omni.models.llm import NAME as LLM
-from omni.models.llm_statement import VirtualStage
+from omni.planning.held_state import laid_on, state_of
 from omni.planning.rank_work import RankWork
 from omni.planning.workload import Workload
-from parallel.axes import group_of
 from parallel.boundary import Route
-from parallel.buckets import REPLICAS, Buckets, by_replicas, laid_out
-from parallel.work import FP32, INDEX, Grad, Part
+from parallel.work import FP32, INDEX, Grad
 from pipeline.ops import BACKWARDS, Kind, Op, issued_within
 from pipeline.rules.lists import ENCODES
 
@@ -29,9 +27,6 @@ KINDS = ("weights", "gradients", "optimizer", "activations", "workspace", "buffe
 Parts = Counter[tuple[str, str]]
 """Bytes by kind and component; rows on their way between components are of none, ""."""
 BETWEEN = ""
-OF_PARAMETER = 2 * 8 + 4 + 4
-"""Bytes that an update has of a parameter: where it begins and ends, its decay, a count of updates."""
-
 SUM = -1
 _Key = tuple[str, int, int]
 _Size = tuple[tuple[str, str], int]
@@ -149,43 +144,6 @@ def _scratch(work: RankWork) -> int:
     """The one tensor that all virtual stages gather tokens in: the largest, as passes take it over."""
     loads = work.passes.items()
     return max((work.llm[p].gathered_bytes(load) for (_, p), load in loads), default=0)
-
-
-def state_of(spec: Workload, name: str, part: Part, rank: int, *, learns: bool) -> Parts:
-    """Return the bytes that `rank` holds of a part in every step: its weights, and gradients and optimizer
-    state, with moments if it `learns` or has learnt.
-    """
-    held: Parts = Counter()
-    kept = kept_of_a_weight(spec.element, spec.of_moments, learns=learns)
-    held["weights", name] += part.whole_bytes if isinstance(part, VirtualStage) else 0
-    frozen = sum(weight.elements for weight in part.weights() if weight.frozen)
-    held["weights", name] += frozen * spec.element
-    for laid, number, replicas in laid_on(spec, name, part, rank):
-        held["weights", name] += laid.total * spec.element
-        held["gradients", name] += laid.total * FP32
-        held["optimizer", name] += laid.total // replicas * kept
-        held["optimizer", name] += laid.updated(number, replicas) * OF_PARAMETER
-    return held
-
-
-def laid_on(spec: Workload, name: str, part: Part, rank: int) -> Iterator[tuple[Buckets, int, int]]:
-    """Yield the buckets that the parameters of a part lie in which learn, with the number of `rank` among the
-    replicas that share them, and how many these are.
-    """
-    weights = part.weights()
-    groups = {
-        axis: group_of(spec.arrangement, None if name == LLM else name, axis, rank)
-        for axis in (REPLICAS, *by_replicas(weights))
-    }
-    for axis, laid in laid_out(weights, {axis: len(ranks) for axis, ranks in groups.items()}).items():
-        yield laid, groups[axis].index(rank), len(groups[axis])
-
-
-def kept_of_a_weight(element: int, of_moments: int, *, learns: bool) -> int:
-    """Bytes that AdamW keeps of a weight of `element` bytes: one in fp32, where that is less, and two
-    moments, if it `learns` or has learnt.
-    """
-    return (element < FP32) * FP32 + 2 * learns * of_moments
 
 
 def _rounding(spec: Workload, work: RankWork, op: Op) -> Iterator[tuple[_Size, ...]]:

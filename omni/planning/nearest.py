@@ -19,8 +19,8 @@ from omni.config import Config, EncoderLayoutConfig
 from omni.models.llm import llm_work
 from omni.planning.choice import DOMAIN, RECOMPUTE, ZERO, Keys, text_of, with_keys
 from omni.planning.fullest import Peak, fullest_rank
+from omni.planning.held_state import kept_of_a_weight
 from omni.planning.layouts import check_layout, resolve_layout
-from omni.planning.memory import kept_of_a_weight
 from omni.planning.memory_advice import GIB
 from omni.planning.prepare import prepare_run
 from omni.planning.run_spec import RunSpec

@@ -1,7 +1,7 @@
 """How long AdamW takes on a rank, behind a step's passes: memory bounds it (`ops/adamw.py`)."""
 
 from omni.models.llm import NAME as LLM
-from omni.planning.memory import laid_on
+from omni.planning.held_state import laid_on
 from omni.planning.workload import Workload
 from parallel.work import FP32, virtual_stage_name
 from pipeline.plan import StepPlan

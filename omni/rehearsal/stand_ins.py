@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from omni.llm_config import MoEConfig
+from omni.llm_sections import MoEConfig
 from omni.models.dispatch import Dispatcher
 from omni.models.llm_stage import LLMStage
 from omni.models.towers.module import TowerModule

@@ -18,7 +18,7 @@ from dataloader.storage import Storage
 from infra.checkpoint import file_of, folder_of, open_shard
 from infra.run_folder import replacing
 from infra.shard_file import ShardReader
-from omni.llm_config import LoraConfig
+from omni.llm_sections import LoraConfig
 from omni.models.adapters import A, B
 from omni.models.llm import NAME as LLM
 from omni.rank.state import BUFFERS, DTYPES, Piece, pieces_of

@@ -13,7 +13,8 @@ from dataloader.storage import Storage
 from dataloader.tags import PREFIX
 from infra.checkpoint import CheckpointError, folder_of
 from omni.config import Config
-from omni.llm_config import DeltaConfig, LLMConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import DeltaConfig, LoraConfig, MLAConfig, MoEConfig, RotaryConfig
 from omni.optim_config import OF_STAGE
 from omni.planning.optim_schedule import stages_of
 from omni.planning.run_spec import RunSpec

@@ -27,7 +27,7 @@ from dataloader.writer import DatasetWriter
 from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import Config
-from omni.llm_config import MoEConfig
+from omni.llm_sections import MoEConfig
 from omni.optim_config import ComponentOptimConfig, OptimConfig
 from omni.planning.optim_schedule import learning_rate
 from omni.planning.prepare import prepare_run

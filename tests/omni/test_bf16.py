@@ -19,7 +19,7 @@ from dataloader.tokenizer import ByteTokenizer
 from dataloader.writer import DatasetWriter
 from omni.compose import compose_config
 from omni.config import Config, EncoderLayoutConfig
-from omni.llm_config import MoEConfig
+from omni.llm_sections import MoEConfig
 from omni.training.parity import TOLERANCE, compare
 from ops.rotary import rotary_table
 

@@ -15,7 +15,8 @@ from omni.commands.plan import plan_of_step
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.keys import check_keys
-from omni.llm_config import DeltaConfig, LLMConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import DeltaConfig
 from omni.models.llm import check_llm_layout
 from omni.planning.prepare import prepare_run
 from omni.rehearsal.footprint_model import model_footprint

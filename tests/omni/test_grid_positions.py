@@ -22,7 +22,8 @@ from infra.run_folder import RunFolder
 from omni.compose import compose_config
 from omni.config import Config, ConfigError
 from omni.keys import check_keys
-from omni.llm_config import LLMConfig, RotaryConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import RotaryConfig
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.grid_positions import GridRows, grid_positions
 from omni.open_models.folder import open_folder

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from ranks import RankPool
 
-from omni.llm_config import LLMConfig, MoEConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import MoEConfig
 from omni.models.layer_sizes import llm_layers
 from omni.models.layers import transformer_config
 from omni.models.llm import llm_work

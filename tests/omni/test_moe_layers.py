@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from infra.checkpoint import CheckpointError
 from omni.config import ConfigError
 from omni.keys import check_keys
-from omni.llm_config import LLMConfig, MoEConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import MoEConfig
 from omni.models.expert_stack import ExpertStack
 from omni.models.initialise import initialise
 from omni.models.layer_sizes import LayerSizes, check_experts, llm_layers

@@ -15,7 +15,8 @@ from omni.compose import compose_config, load_config
 from omni.compose_saved import compose_saved
 from omni.config import Config, ConfigError
 from omni.models.llm import NAME as LLM
-from omni.planning.memory import OF_PARAMETER, model_peak
+from omni.planning.held_state import OF_PARAMETER
+from omni.planning.memory import model_peak
 from omni.planning.optim_schedule import first_steps, frozen_at, learning_rate, rate_at, stages_of
 from omni.planning.prepare import prepare_run
 from omni.planning.rank_work import rank_work

@@ -31,7 +31,8 @@ from dataloader.pairing.simple import IN_ORDER, pair_in_order
 from dataloader.stream import SourceSpec, Stream
 from dataloader.tokens import ItemMeta, SampleMeta, length
 from omni.config import ConfigError
-from omni.llm_config import LLMConfig, MoEConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import MoEConfig
 from omni.models.llm import llm_work
 from omni.planning.planner import Planner
 from omni.planning.work import collective_group_size

@@ -9,7 +9,8 @@ from work_costs import even_cluster
 
 from omni.config import ConfigError
 from omni.keys import check_keys
-from omni.llm_config import LLMConfig, MLAConfig, MoEConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import MLAConfig, MoEConfig
 from omni.models.encoders.vit import ViTConfig, ViTEncoder
 from omni.models.latent import Latent
 from omni.models.llm import llm_work

@@ -20,7 +20,8 @@ from saved import load_components, save_components
 from test_moe_layers import assembled, assert_close, placed
 
 from omni.config import ConfigError
-from omni.llm_config import LLMConfig, MoEConfig
+from omni.llm_config import LLMConfig
+from omni.llm_sections import MoEConfig
 from omni.models.initialise import initialise
 from omni.models.llm import attach_points, llm_work, virtual_stage_layers
 from omni.models.llm_pack import pack_llm

@@ -7,17 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_policies import own
 
-from parallel.layout import (
-    Arrangement,
-    Layout,
-    LayoutError,
-    Mesh,
-    arrange,
-    nearest_divisor,
-    split_evenly,
-    stage_layers,
-)
+from parallel.layout import Arrangement, Layout, LayoutError, Mesh, arrange, nearest_divisor, split_evenly
 from parallel.placements import COLOCATED, DISAGGREGATED, STAGE0, PlacementPolicy
+from parallel.stages import stage_layers
 
 PLACEMENTS = list(own(PlacementPolicy).values())
 AXES = ("tp", "cp", "dp", "pp")

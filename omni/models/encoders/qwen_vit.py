@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from omni.keys import ConfigError, Rules, at_least, one_of
-from omni.llm_config import RECOMPUTE, LoraConfig
+from omni.llm_config import RECOMPUTE
+from omni.llm_sections import LoraConfig
 from omni.models.blocks import Embed, EncoderPart, FinalNorm, Merged
 from omni.models.encoders.qwen_stem import InterpolatedTable, QwenStem, Reordered
 from omni.models.encoders.qwen_tower import QwenTower
